@@ -1,0 +1,39 @@
+"""anypool makes any language model a pooling model: embeddings from causal LMs and encoders, in process or over HTTP."""
+
+from __future__ import annotations
+
+from anypool.adapters.pooling_model import as_pooling_model
+from anypool.config import EngineConfig, PoolerConfig
+from anypool.entrypoints.llm import LLM
+from anypool.errors import AnypoolError
+from anypool.model_executor.registry import (
+    ModelRegistry,
+    is_pooling_model,
+    is_text_generation_model,
+    register_model,
+)
+from anypool.outputs import EmbeddingOutput, EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
+from anypool.pooling.params import PoolingParams
+from anypool.pooling.tasks import PoolingTask, encode2pooling_task
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "AnypoolError",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "EngineConfig",
+    "ModelRegistry",
+    "PoolerConfig",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
+    "PoolingTask",
+    "__version__",
+    "as_pooling_model",
+    "encode2pooling_task",
+    "is_pooling_model",
+    "is_text_generation_model",
+    "register_model",
+]

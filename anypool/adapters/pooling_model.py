@@ -1,0 +1,117 @@
+"""`as_pooling_model`: a real subclass of any causal LM or encoder whose LM head is replaced by a task's pooler."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from anypool.errors import UnsupportedTaskError
+from anypool.model_executor.model_config import ModelConfig
+from anypool.model_executor.models.interfaces import (
+    is_encoder_model,
+    is_pooling_model,
+    is_text_generation_model,
+)
+from anypool.pooling.methods import PoolingType
+from anypool.pooling.pooler import DispatchPooler, EmbedPooler, Pooler, TokenEmbedPooler
+from anypool.pooling.tasks import PoolingTask, parse_task
+
+_SUFFIXES = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration|ChatModel|Model)$")
+
+_NAMES = {
+    PoolingTask.EMBED: "ForEmbedding",
+    PoolingTask.CLASSIFY: "ForSequenceClassification",
+    PoolingTask.REWARD: "ForReward",
+    PoolingTask.TOKEN_EMBED: "ForTokenEmbedding",
+    PoolingTask.TOKEN_CLASSIFY: "ForTokenClassification",
+}
+
+# Tasks whose pooler needs no weights beside the backbone's.
+_HEADLESS = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
+
+
+class PoolingMixin:
+    """What `as_pooling_model` adds to a class.
+
+    Attributes:
+        is_pooling_model: Marks the class.
+        pooling_task: The task it was made for.
+        pooler: Hidden states of a packed batch -> results, per task.
+        default_normalize: Whether embeddings are normalised where nobody says otherwise.
+    """
+
+    is_pooling_model: ClassVar[bool] = True
+    pooling_task: ClassVar[PoolingTask]
+    default_normalize: ClassVar[bool] = True
+    pooler: DispatchPooler
+
+    def build_lm_head(self) -> nn.Module | None:
+        """No LM head: it is neither allocated nor read."""
+        return None
+
+    def build_poolers(self) -> dict[PoolingTask, Pooler]:
+        """The poolers that this class brings by itself; a checkpoint's recipe may replace them."""
+        return {
+            PoolingTask.EMBED: EmbedPooler((PoolingType(getattr(self, "default_pooling_type", "LAST")),)),
+            PoolingTask.TOKEN_EMBED: TokenEmbedPooler(),
+        }
+
+    def compute_logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """Pooling models have no logits."""
+        raise UnsupportedTaskError(f"{type(self).__name__} pools and has no LM head, so it has no logits")
+
+
+def as_pooling_model(model_cls: type[nn.Module], task: PoolingTask | str = PoolingTask.EMBED) -> type[nn.Module]:
+    """Makes a class a pooling model for a task.
+
+    The result is a subclass, so LoRA targets, parallel plans and multimodal hooks are inherited. It is made once per
+    class and task. `compute_logits` is gone, the LM head is not built, and `pooler` holds a pooler per task.
+
+    Args:
+        model_cls: A causal LM (it has `compute_logits`), an encoder (`attn_type = "encoder_only"`), or a class that
+            pools already, which is returned unchanged.
+        task: The task, by name or as a `PoolingTask`.
+
+    Raises:
+        TypeError: The class is none of these.
+        UnsupportedTaskError: The task needs a head that a backbone alone does not have.
+    """
+    task = parse_task(task)
+    if not (isinstance(model_cls, type) and issubclass(model_cls, nn.Module)):
+        raise TypeError(f"as_pooling_model takes an nn.Module class, not {model_cls!r}")
+    if is_pooling_model(model_cls):
+        return model_cls
+    if not (is_text_generation_model(model_cls) or is_encoder_model(model_cls)):
+        raise TypeError(
+            f"{model_cls.__name__} cannot be made a pooling model: it has no compute_logits, as a causal LM has, "
+            "and is not marked as an encoder with attn_type = 'encoder_only'"
+        )
+    if task not in _HEADLESS:
+        raise UnsupportedTaskError(
+            f"task {task.value!r} needs a head with weights of its own, which {model_cls.__name__} does not have; "
+            f"without one it serves {', '.join(_HEADLESS)}",
+            param="task",
+        )
+    return _subclass(model_cls, task)
+
+
+@cache
+def _subclass(model_cls: type[nn.Module], task: PoolingTask) -> type[nn.Module]:
+    def __init__(self: Any, config: ModelConfig) -> None:
+        model_cls.__init__(self, config)
+        if getattr(self, "lm_head", None) is not None:
+            self.lm_head = None  # a class of someone else's that builds its head without the hook
+        self.pooler = DispatchPooler(self.build_poolers())
+
+    name = _SUFFIXES.sub("", model_cls.__name__) + _NAMES[task]
+    namespace = {
+        "__init__": __init__,
+        "__module__": model_cls.__module__,
+        "__doc__": f"{model_cls.__name__} as a pooling model for {task.value}.",
+        "pooling_task": task,
+    }
+    return type(name, (PoolingMixin, model_cls), namespace)

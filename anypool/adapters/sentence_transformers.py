@@ -1,0 +1,231 @@
+"""The recipe in a sentence-transformers folder: which module follows which, and with what settings.
+
+Both dialects are read: `pooling_mode_mean_tokens: true` of versions before 5.4 and `pooling_mode: "mean"` since.
+Module types are matched by their last dotted component, which is all that stayed the same between versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from anypool.errors import CheckpointFormatError, UnsupportedArchitectureError
+from anypool.model_executor.weights.checkpoint import open_checkpoint
+from anypool.model_executor.weights.loading import load_module
+from anypool.model_executor.weights.repository import Repository
+from anypool.pooling.activations import activation_from_path
+from anypool.pooling.heads import Dense, LayerNorm, Normalize
+from anypool.pooling.methods import PoolingType
+
+_MODES = {
+    "cls": PoolingType.CLS,
+    "max": PoolingType.MAX,
+    "mean": PoolingType.MEAN,
+    "mean_sqrt_len_tokens": PoolingType.MEAN_SQRT_LEN,
+    "weightedmean": PoolingType.WEIGHTED_MEAN,
+    "lasttoken": PoolingType.LAST,
+}
+# In the order in which several modes are concatenated.
+_OLD_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_POOLING_KEYS = {"embedding_dimension", "word_embedding_dimension", "pooling_mode", "include_prompt", *_OLD_MODES}
+_TRANSFORMER_CONFIGS = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+_PASSIVE = ("Dropout",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a checkpoint's vectors are made, as its sentence-transformers files say.
+
+    Attributes:
+        backbone: Folder of the transformer inside the checkpoint.
+        types: Pooling types; None where no file says.
+        include_prompt: Whether tokens of a prompt take part in pooling.
+        modules: (type, path, config) of what follows pooling, the closing Normalize left out.
+        normalize: Whether vectors are normalised at the end; None where no file says.
+        prompts: Text put before an input, by name.
+        default_prompt_name: The prompt used where none is asked for.
+        max_seq_length: Longest input in tokens, special ones included.
+        do_lower_case: Whether text is lower-cased first.
+        truncate_dim: How many dimensions are kept by default.
+        similarity_fn_name: How vectors are meant to be compared.
+    """
+
+    backbone: str = ""
+    types: tuple[PoolingType, ...] | None = None
+    include_prompt: bool = True
+    modules: tuple[tuple[str, str, Mapping[str, Any]], ...] = ()
+    normalize: bool | None = None
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt_name: str | None = None
+    max_seq_length: int | None = None
+    do_lower_case: bool = False
+    truncate_dim: int | None = None
+    similarity_fn_name: str | None = None
+
+
+def read_recipe(repository: Repository) -> Recipe:
+    """Reads the recipe; an empty one where the folder has no modules.json.
+
+    Raises:
+        CheckpointFormatError: A module, mode, key or file is unknown or missing.
+    """
+    model = repository.read_json("config_sentence_transformers.json") or {}
+    kind = model.get("model_type") or "SentenceTransformer"
+    if kind != "SentenceTransformer":
+        raise UnsupportedArchitectureError(
+            f"{repository.name}: config_sentence_transformers.json has model_type {kind!r}; "
+            "only 'SentenceTransformer' is supported"
+        )
+    common = {
+        "prompts": {name: text for name, text in (model.get("prompts") or {}).items() if text is not None},
+        "default_prompt_name": model.get("default_prompt_name"),
+        "truncate_dim": model.get("truncate_dim"),
+        "similarity_fn_name": model.get("similarity_fn_name"),
+    }
+    listed = repository.read_json("modules.json")
+    if listed is None:
+        return Recipe(**common, **_transformer_settings(repository, ""))
+    try:
+        modules = [
+            (entry["type"].rsplit(".", 1)[-1], entry["path"]) for entry in sorted(listed, key=lambda e: e["idx"])
+        ]
+    except (TypeError, KeyError) as error:
+        raise CheckpointFormatError(f"{repository.name}: modules.json is not understood: {error!r}") from error
+    if len(modules) < 2 or [kind for kind, _ in modules[:2]] != ["Transformer", "Pooling"]:
+        names = ", ".join(kind for kind, _ in modules)
+        raise CheckpointFormatError(
+            f"{repository.name}: modules.json lists {names}; a Transformer followed by a Pooling is supported"
+        )
+    types, include_prompt = _pooling(repository, modules[1][1])
+    tail = [
+        (kind, path, _module_config(repository, kind, path)) for kind, path in modules[2:] if kind not in _PASSIVE
+    ]
+    normalize = bool(tail) and tail[-1][0] == "Normalize"
+    return Recipe(
+        backbone=modules[0][1],
+        types=types,
+        include_prompt=include_prompt,
+        modules=tuple(tail[:-1] if normalize else tail),
+        normalize=normalize,
+        **common,
+        **_transformer_settings(repository, modules[0][1]),
+    )
+
+
+def _transformer_settings(repository: Repository, path: str) -> dict[str, Any]:
+    where = f"{path}/" if path else ""
+    config = next((c for c in (repository.read_json(where + name) for name in _TRANSFORMER_CONFIGS) if c), {})
+    task = config.get("transformer_task", "feature-extraction")
+    if task != "feature-extraction":
+        raise UnsupportedArchitectureError(
+            f"{repository.name}: sentence_bert_config.json has transformer_task {task!r}; "
+            "only 'feature-extraction' is supported"
+        )
+    return {"max_seq_length": config.get("max_seq_length"), "do_lower_case": bool(config.get("do_lower_case", False))}
+
+
+def _pooling(repository: Repository, path: str) -> tuple[tuple[PoolingType, ...], bool]:
+    where = f"{path}/config.json"
+    config = repository.read_json(where)
+    if config is None:
+        raise CheckpointFormatError(f"{repository.name}: modules.json names {where}, which is not there")
+    unknown = sorted(set(config) - _POOLING_KEYS)
+    if unknown:
+        raise CheckpointFormatError(
+            f"{repository.name}: {where} has unknown keys {', '.join(unknown)}; known: {', '.join(sorted(_POOLING_KEYS))}"
+        )
+    modes = config.get("pooling_mode")
+    if modes is None:
+        modes = [mode for key, mode in _OLD_MODES.items() if config.get(key)] or ["mean"]
+    types = []
+    for mode in [modes] if isinstance(modes, str) else modes:
+        if mode not in _MODES:
+            raise CheckpointFormatError(
+                f"{repository.name}: {where}: unknown pooling_mode {mode!r}; known: {', '.join(_MODES)}"
+            )
+        types.append(_MODES[mode])
+    return tuple(types), bool(config.get("include_prompt", True))
+
+
+def _module_config(repository: Repository, kind: str, path: str) -> Mapping[str, Any]:
+    """The module's settings. A Normalize has none, and its empty folder is lost in git and zip copies."""
+    if kind not in ("Dense", "LayerNorm", "Normalize"):
+        raise CheckpointFormatError(
+            f"{repository.name}: modules.json lists a module {kind!r} that is not supported; "
+            "supported after Pooling: Dense, LayerNorm, Normalize, Dropout"
+        )
+    config: Mapping[str, Any] | None = repository.read_json(f"{path}/config.json")
+    if config is None and kind != "Normalize":
+        raise CheckpointFormatError(f"{repository.name}: modules.json names {path}/config.json, which is not there")
+    config = config or {}
+    for key in ("module_input_name", "module_output_name"):
+        if config.get(key) not in (None, "sentence_embedding"):
+            raise CheckpointFormatError(
+                f"{repository.name}: {path}/config.json has {key} {config[key]!r}; only 'sentence_embedding' is supported"
+            )
+    return config
+
+
+def build_head(repository: Repository, recipe: Recipe, in_features: int) -> tuple[nn.Sequential, int]:
+    """Builds and loads the modules that follow pooling, in float32.
+
+    Args:
+        repository: The checkpoint.
+        recipe: Its recipe.
+        in_features: Size of the pooled row.
+
+    Returns:
+        The modules in order, and the size of the row they give.
+
+    Raises:
+        CheckpointFormatError: Sizes do not follow from one another, or an activation is unknown.
+    """
+    head = nn.Sequential()
+    size = in_features
+    for kind, path, config in recipe.modules:
+        if kind == "Normalize":
+            head.append(Normalize())
+            continue
+        module = _dense(path, config) if kind == "Dense" else LayerNorm(config["dimension"])
+        if module.in_features != size:
+            raise CheckpointFormatError(
+                f"{repository.name}: {path} takes rows of {module.in_features}, but what comes before gives {size}"
+            )
+        load_module(
+            module,
+            open_checkpoint(repository, path),
+            name=f"{repository.name}/{path}",
+            renames=((r"^(dense\.)?(weight|bias)$", r"linear.\2"),),
+        )
+        head.append(module.requires_grad_(False))
+        size = module.out_features
+    return head, size
+
+
+def _dense(path: str, config: Mapping[str, Any]) -> Dense:
+    try:
+        return Dense(
+            config["in_features"],
+            config["out_features"],
+            bias=config.get("bias", True),
+            # A file without the key means the default of the class that wrote it.
+            activation=activation_from_path(
+                config.get("activation_function", "torch.nn.Tanh"), where=f"{path}/config.json"
+            ),
+            residual=config.get("use_residual", False),
+        )
+    except KeyError as error:
+        raise CheckpointFormatError(f"{path}/config.json has no {error.args[0]!r}") from error

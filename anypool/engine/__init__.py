@@ -1,0 +1,1 @@
+"""The engine: requests in, results out, one thread that owns the device."""

@@ -1,0 +1,67 @@
+"""The forms in which a prompt may be given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Union
+
+from anypool.errors import InvalidPromptError
+
+Prompt = Union[str, "list[int]", Mapping[str, Any]]
+
+_FORMS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': [...]}"
+
+
+def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """One prompt or several -> a list, and whether a single one was given. A flat list of integers is one prompt."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts], True
+    if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Sequence):
+        if hasattr(prompts, "tolist"):  # numpy arrays and tensors of ids
+            return as_prompt_list(prompts.tolist())
+        raise InvalidPromptError(f"prompts of type {type(prompts).__name__} are not understood; give {_FORMS}, or a list")
+    if prompts and all(isinstance(item, int) and not isinstance(item, bool) for item in prompts):
+        return [list(prompts)], True  # type: ignore[arg-type]
+    return list(prompts), False  # type: ignore[arg-type]
+
+
+def check_prompt(prompt: Prompt, index: int) -> str | list[int]:
+    """A prompt's text or token ids.
+
+    Args:
+        prompt: In any of its forms.
+        index: Its place among the inputs, for messages.
+
+    Raises:
+        InvalidPromptError: It has none of the forms, or is text that is not valid Unicode.
+    """
+    if isinstance(prompt, Mapping):
+        if len(prompt) != 1 or next(iter(prompt)) not in ("prompt", "prompt_token_ids"):
+            raise InvalidPromptError(f"input {index} has the keys {sorted(map(str, prompt))}; give {_FORMS}")
+        key, value = next(iter(prompt.items()))
+        if isinstance(value, str) != (key == "prompt"):
+            raise InvalidPromptError(f"input {index}: {key!r} holds a {type(value).__name__}; give {_FORMS}")
+        prompt = value
+    if isinstance(prompt, str):
+        return _check_text(prompt, index)
+    if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
+        for token in prompt:
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise InvalidPromptError(
+                    f"input {index} is a list that holds {token!r} ({type(token).__name__}); token ids are integers"
+                )
+        if not prompt:
+            raise InvalidPromptError(f"input {index} is an empty list of token ids")
+        return list(prompt)
+    raise InvalidPromptError(f"input {index} is {prompt!r} ({type(prompt).__name__}); give {_FORMS}")
+
+
+def _check_text(text: str, index: int) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidPromptError(
+            f"input {index} is not valid Unicode: it has the lone surrogate U+{ord(text[error.start]):04X} "
+            f"at position {error.start}"
+        ) from None
+    return text

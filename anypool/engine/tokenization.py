@@ -1,0 +1,157 @@
+"""Text -> token ids, in bulk.
+
+tokenizer.json is loaded as it is, by the `tokenizers` library; its own truncation and padding are switched off, since
+they are leftovers of whoever saved it. Truncation cuts the text between the special tokens that stand before and
+after it, so a text always ends as the model expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from anypool.errors import CheckpointFormatError, InvalidPromptError
+from anypool.model_executor.weights.repository import Repository
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# transformers writes 1e30 where a tokenizer has no limit.
+_NO_LIMIT = 10**12
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer.
+
+    Args:
+        backend: The tokenizer of the `tokenizers` library.
+        max_length: Longest input in tokens that its files state, or None.
+        truncation_side: "right" or "left": which end of a text is cut.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, *, max_length: int | None = None, truncation_side: str = "right"
+    ) -> None:
+        self._backend = backend
+        self.max_length = max_length
+        self.truncation_side = truncation_side
+        backend.no_truncation()
+        backend.no_padding()
+        self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        self.prefix_ids, self.suffix_ids = self._surroundings()
+
+    @classmethod
+    def load(cls, repository: Repository, *, do_lower_case: bool = False, trust_remote_code: bool = False) -> Tokenizer:
+        """Loads the tokenizer of a checkpoint.
+
+        Raises:
+            CheckpointFormatError: There is none, or it cannot be read.
+        """
+        config = repository.read_json("tokenizer_config.json") or {}
+        path = repository.folder / "tokenizer.json"
+        if repository.gguf is None and path.is_file():
+            from tokenizers import Tokenizer as Backend
+
+            try:
+                backend = Backend.from_file(str(path))
+            except Exception as error:  # the library raises a bare Exception for whatever it cannot parse
+                raise CheckpointFormatError(f"{repository.name}: tokenizer.json cannot be read: {error}") from error
+            _append_eos(backend, config)
+        else:
+            backend = _through_transformers(repository, trust_remote_code)
+        if do_lower_case:
+            _lower_case(backend)
+        limit = config.get("model_max_length")
+        return cls(
+            backend,
+            max_length=int(limit) if limit is not None and limit < _NO_LIMIT else None,
+            truncation_side=config.get("truncation_side", "right"),
+        )
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, special tokens included, uncut."""
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=True)]
+
+    def prompt_length(self, prompt: str) -> int:
+        """How many leading tokens a prompt takes: its own with special tokens, without a special one at the end."""
+        ids = self.encode([prompt])[0]
+        return len(ids) - (1 if ids and ids[-1] in self.special_ids else 0)
+
+    def _surroundings(self) -> tuple[list[int], list[int]]:
+        for probe in ("a", "0", ".", "the"):
+            bare = self._backend.encode(probe, add_special_tokens=False).ids
+            if bare:
+                break
+        full = self._backend.encode(probe, add_special_tokens=True).ids
+        for start in range(len(full) - len(bare) + 1):
+            if full[start : start + len(bare)] == bare:
+                return full[:start], full[start + len(bare) :]
+        raise CheckpointFormatError("the tokenizer's special tokens do not stand before and after the text")
+
+
+def truncate(
+    ids: list[int], limit: int, *, side: str, prefix: Sequence[int] = (), suffix: Sequence[int] = ()
+) -> list[int]:
+    """Cuts `ids` to `limit`, keeping the special tokens that stand before and after the text where they are there.
+
+    Raises:
+        InvalidPromptError: The special tokens alone are more than the limit.
+    """
+    if len(ids) <= limit:
+        return ids
+    before = len(prefix) if prefix and ids[: len(prefix)] == list(prefix) else 0
+    after = len(suffix) if suffix and ids[-len(suffix) :] == list(suffix) else 0
+    room = limit - before - after
+    if room < 0:
+        raise InvalidPromptError(
+            f"truncate_prompt_tokens={limit} leaves no room: the special tokens alone are {before + after}",
+            param="truncate_prompt_tokens",
+        )
+    body = ids[before : len(ids) - after]
+    kept = body[:room] if side == "right" else body[len(body) - room :]
+    return ids[:before] + kept + ids[len(ids) - after :]
+
+
+def _append_eos(backend: Any, config: dict[str, Any]) -> None:
+    """Honours `add_eos_token: true`, which older checkpoints state beside a tokenizer.json that does not do it."""
+    eos = config.get("eos_token")
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    if not config.get("add_eos_token") or eos is None:
+        return
+    eos_id = backend.token_to_id(eos)
+    full = backend.encode("a").ids
+    if eos_id is None or full[-1:] == [eos_id]:
+        return
+    from tokenizers.processors import Sequence as Processors
+    from tokenizers.processors import TemplateProcessing
+
+    ends = TemplateProcessing(single=f"$A {eos}", pair=f"$A {eos} $B:1 {eos}:1", special_tokens=[(eos, eos_id)])
+    backend.post_processor = ends if backend.post_processor is None else Processors([backend.post_processor, ends])
+
+
+def _lower_case(backend: Any) -> None:
+    from tokenizers.normalizers import Lowercase, Sequence
+
+    existing = backend.normalizer
+    backend.normalizer = Sequence([Lowercase()] if existing is None else [Lowercase(), existing])
+
+
+def _through_transformers(repository: Repository, trust_remote_code: bool) -> Any:
+    """Older vocabulary files and GGUF files: transformers builds a fast tokenizer from them."""
+    try:
+        from transformers import AutoTokenizer
+
+        gguf: dict[str, Any] = {"gguf_file": repository.gguf.name} if repository.gguf is not None else {}
+        slow = AutoTokenizer.from_pretrained(repository.folder, trust_remote_code=trust_remote_code, **gguf)
+    except (OSError, ValueError, ImportError) as error:
+        raise CheckpointFormatError(
+            f"{repository.name}: no tokenizer.json, and transformers cannot build a tokenizer from the other files: "
+            f"{error}"
+        ) from error
+    backend = getattr(slow, "backend_tokenizer", None)
+    if backend is None:
+        raise CheckpointFormatError(
+            f"{repository.name}: {type(slow).__name__} has no fast form; save one as tokenizer.json, "
+            "or pass skip_tokenizer_init=True and give token ids"
+        )
+    return backend

@@ -1,0 +1,1 @@
+"""How people reach the engine: Python, the command line, HTTP."""

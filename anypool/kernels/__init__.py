@@ -1,0 +1,1 @@
+"""One folder per operation: `__init__` validates and picks, `reference` is plain torch and the CPU path."""

@@ -1,0 +1,1 @@
+"""Backbones on packed tokens, their configuration and weights, and the runner."""

@@ -1,0 +1,8 @@
+"""Attention over packed sequences: what a layer asks for, and the backends that compute it."""
+
+from __future__ import annotations
+
+from anypool.model_executor.attention.layer import Attention
+from anypool.model_executor.attention.metadata import AttentionMetadata
+
+__all__ = ["Attention", "AttentionMetadata"]

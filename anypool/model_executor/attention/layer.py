@@ -1,0 +1,57 @@
+"""What one attention layer asks of a backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from anypool.model_executor.attention.grouped import grouped_attention
+from anypool.model_executor.attention.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """One layer's attention.
+
+    Attributes:
+        scale: Factor on the scores.
+        window: How many keys before and after its own position a query sees, -1 for no limit:
+            (-1, 0) is causal, (-1, -1) bidirectional, (w - 1, 0) a causal sliding window of w tokens.
+        softcap: c in c tanh(score / c), or None.
+    """
+
+    scale: float
+    window: tuple[int, int] = (-1, -1)
+    softcap: float | None = None
+
+    def __call__(
+        self,
+        q_THK: torch.Tensor,
+        k_TGK: torch.Tensor,
+        v_TGK: torch.Tensor,
+        attn: AttentionMetadata,
+        *,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attends within each sequence.
+
+        Args:
+            q_THK: `[T, H, K]` queries.
+            k_TGK: `[T, G, K]` keys, G dividing H.
+            v_TGK: `[T, G, K]` values.
+            attn: The sequences.
+            sinks_H: `[H]` scores that take part in the softmax without a value (gpt-oss), or None.
+
+        Returns:
+            `[T, H, K]`.
+        """
+        return grouped_attention(
+            q_THK, k_TGK, v_TGK, attn, scale=self.scale, window=self.window, softcap=self.softcap, sinks_H=sinks_H
+        )
+
+
+def window_of(*, causal: bool, sliding: int | None = None) -> tuple[int, int]:
+    """The window of a layer whose queries see keys at a distance below `sliding` (exclusive), or all of them."""
+    reach = -1 if sliding is None else sliding - 1
+    return (reach, 0 if causal else reach)

@@ -1,0 +1,1 @@
+"""The building blocks that model files are made of."""

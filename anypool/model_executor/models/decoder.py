@@ -1,0 +1,176 @@
+"""The decoder that Llama, Mistral, Qwen and Gemma share. A family's file says in what it differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from anypool.model_executor.attention import Attention, AttentionMetadata
+from anypool.model_executor.attention.layer import window_of
+from anypool.model_executor.layers.embedding import Embedding
+from anypool.model_executor.layers.linear import Linear
+from anypool.model_executor.layers.mlp import GatedMLP
+from anypool.model_executor.layers.norm import RMSNorm
+from anypool.model_executor.layers.rotary import Rotary, apply_rotary
+from anypool.model_executor.model_config import SLIDING, ModelConfig
+from anypool.model_executor.models.interfaces import Backbone, refuse_unused
+
+CosSin = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderStyle:
+    """In what decoder families differ beyond sizes.
+
+    Attributes:
+        qk_norm: Queries and keys are normalised per head.
+        output_bias: The output projection has a bias where q, k and v have one.
+        sandwich_norm: Attention and feed-forward outputs are normalised before they are added, too.
+        unit_offset_norm: Norm weights are stored minus one.
+        scale_embedding: Embeddings are multiplied by sqrt(hidden size).
+    """
+
+    qk_norm: bool = False
+    output_bias: bool = True
+    sandwich_norm: bool = False
+    unit_offset_norm: bool = False
+    scale_embedding: bool = False
+
+    def norm(self, size: int, config: ModelConfig) -> RMSNorm:
+        return RMSNorm(size, eps=config.norm_eps, unit_offset=self.unit_offset_norm)
+
+
+class DecoderAttention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, config: ModelConfig, style: DecoderStyle, layer: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_size = config.num_heads, config.num_kv_heads, config.head_size
+        self.q_size, self.kv_size = self.heads * self.head_size, self.kv_heads * self.head_size
+        self.kind = config.layer_types[layer]
+        self.qkv_proj = Linear(
+            config.hidden_size,
+            {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size},
+            bias=config.attention_bias,
+        )
+        self.o_proj = Linear(self.q_size, config.hidden_size, bias=config.attention_bias and style.output_bias)
+        if style.qk_norm:
+            self.q_norm = style.norm(self.head_size, config)
+            self.k_norm = style.norm(self.head_size, config)
+        self.qk_norm = style.qk_norm
+        self.attend = Attention(
+            scale=config.attention_scale,
+            window=window_of(
+                causal=config.is_causal, sliding=config.sliding_window if self.kind == SLIDING else None
+            ),
+            softcap=config.attention_softcap,
+        )
+
+    def forward(self, x_TD: torch.Tensor, rotary: CosSin, attn: AttentionMetadata) -> torch.Tensor:
+        q, k, v = self.qkv_proj(x_TD).split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        q_THK = q.unflatten(-1, (self.heads, self.head_size))
+        k_TGK = k.unflatten(-1, (self.kv_heads, self.head_size))
+        v_TGK = v.unflatten(-1, (self.kv_heads, self.head_size))
+        if self.qk_norm:
+            q_THK, k_TGK = self.q_norm(q_THK), self.k_norm(k_TGK)
+        q_THK, k_TGK = apply_rotary(q_THK, *rotary), apply_rotary(k_TGK, *rotary)
+        out_TD: torch.Tensor = self.o_proj(self.attend(q_THK, k_TGK, v_TGK, attn).flatten(1))
+        return out_TD
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each normalised before, and after as well in a sandwich."""
+
+    def __init__(self, config: ModelConfig, style: DecoderStyle, layer: int) -> None:
+        super().__init__()
+        self.sandwich = style.sandwich_norm
+        self.self_attn = DecoderAttention(config, style, layer)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, act=config.hidden_act, bias=config.mlp_bias)
+        self.input_layernorm = style.norm(config.hidden_size, config)
+        self.post_attention_layernorm = style.norm(config.hidden_size, config)
+        if self.sandwich:
+            self.pre_feedforward_layernorm = style.norm(config.hidden_size, config)
+            self.post_feedforward_layernorm = style.norm(config.hidden_size, config)
+
+    def forward(self, x_TD: torch.Tensor, rotary: CosSin, attn: AttentionMetadata) -> torch.Tensor:
+        attended_TD = self.self_attn(self.input_layernorm(x_TD), rotary, attn)
+        if self.sandwich:
+            x_TD = x_TD + self.post_attention_layernorm(attended_TD)
+            return x_TD + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x_TD)))
+        x_TD = x_TD + attended_TD
+        out_TD: torch.Tensor = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+        return out_TD
+
+
+class DecoderModel(nn.Module):
+    """Embedding, layers, final norm."""
+
+    def __init__(self, config: ModelConfig, style: DecoderStyle) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_scale = config.hidden_size**0.5 if style.scale_embedding else None
+        self.layers = nn.ModuleList(DecoderLayer(config, style, i) for i in range(config.num_layers))
+        self.norm = style.norm(config.hidden_size, config)
+        self.rotary = {kind: Rotary(rope) for kind, rope in config.rope.items()}
+
+    def embed(self, input_ids_T: torch.Tensor) -> torch.Tensor:
+        x_TD: torch.Tensor = self.embed_tokens(input_ids_T)
+        # The factor is rounded to the model's dtype first, as the reference does.
+        return x_TD if self.embed_scale is None else x_TD * torch.tensor(self.embed_scale, dtype=x_TD.dtype)
+
+    def forward(self, x_TD: torch.Tensor, positions_T: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
+        rotary = {kind: turn(positions_T, attn.lengths, x_TD.dtype) for kind, turn in self.rotary.items()}
+        for layer in self.layers:
+            x_TD = layer(x_TD, rotary[layer.self_attn.kind], attn)
+        out_TD: torch.Tensor = self.norm(x_TD)
+        return out_TD
+
+
+class DecoderForCausalLM(Backbone):
+    """A causal LM over `DecoderModel`. Subclasses set `style`."""
+
+    attn_type = "decoder"
+    default_pooling_type = "LAST"
+    style: ClassVar[DecoderStyle] = DecoderStyle()
+    ignored_checkpoint_names = (r"rotary_emb\.inv_freq$",)
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = DecoderModel(config, self.style)
+        self.lm_head = self.build_lm_head()
+
+    def build_lm_head(self) -> nn.Module | None:
+        """The output projection; None where it is the input embedding. A pooling subclass builds none."""
+        return None if self.config.tie_word_embeddings else Linear(self.config.hidden_size, self.config.vocab_size)
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor | None,
+        positions_T: torch.Tensor,
+        attn: AttentionMetadata,
+        *,
+        inputs_embeds_TD: torch.Tensor | None = None,
+        token_type_ids_T: torch.Tensor | None = None,
+        intermediate: torch.Tensor | None = None,
+        output_layers: Sequence[int] = (),
+    ) -> torch.Tensor:
+        refuse_unused(token_type_ids_T=token_type_ids_T, intermediate=intermediate, output_layers=tuple(output_layers))
+        if inputs_embeds_TD is None:
+            assert input_ids_T is not None
+            inputs_embeds_TD = self.model.embed(input_ids_T)
+        hidden_TD: torch.Tensor = self.model(inputs_embeds_TD, positions_T, attn)
+        return hidden_TD
+
+    def compute_logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """`[T, V]` logits of the next token."""
+        logits_TV = (
+            F.linear(hidden_TD, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden_TD)
+        )
+        cap = self.config.final_softcap
+        return logits_TV if cap is None else cap * torch.tanh(logits_TV / cap)

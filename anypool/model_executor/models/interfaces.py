@@ -1,0 +1,109 @@
+"""What every backbone class offers, and how classes are told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from anypool.model_executor.attention import AttentionMetadata
+from anypool.model_executor.model_config import ModelConfig
+from anypool.model_executor.weights.checkpoint import Checkpoint
+from anypool.model_executor.weights.loading import Renames, load_weights, materialize
+
+
+class Backbone(nn.Module):
+    """Base of all backbones: packed tokens in, hidden states out.
+
+    A class of a user's own need not derive from it: `register_model` takes any `nn.Module` class that is built from a
+    `ModelConfig` and has this `forward`; `load_weights` below is used for it where it has none.
+
+    Class attributes:
+        attn_type: "decoder" or "encoder_only".
+        default_pooling_type: Pooling type where neither the user nor the checkpoint says one.
+        checkpoint_renames: Regular expressions that turn checkpoint names into parameter names.
+        ignored_checkpoint_names: Regular expressions of tensors that a checkpoint may hold and nobody needs.
+    """
+
+    attn_type: ClassVar[Literal["decoder", "encoder_only"]]
+    default_pooling_type: ClassVar[str]
+    checkpoint_renames: ClassVar[Renames] = ()
+    ignored_checkpoint_names: ClassVar[Sequence[str]] = ()
+
+    config: ModelConfig
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor | None,
+        positions_T: torch.Tensor,
+        attn: AttentionMetadata,
+        *,
+        inputs_embeds_TD: torch.Tensor | None = None,
+        token_type_ids_T: torch.Tensor | None = None,
+        intermediate: torch.Tensor | None = None,
+        output_layers: Sequence[int] = (),
+    ) -> torch.Tensor:
+        """Runs the packed batch.
+
+        Args:
+            input_ids_T: `[T]` int64 token ids; None where embeddings are given.
+            positions_T: `[T]` int64 positions, counted from 0 per sequence.
+            attn: The sequences.
+            inputs_embeds_TD: `[T, D]` embeddings in place of the ids.
+            token_type_ids_T: `[T]` segment ids, for encoders that have them.
+            intermediate: Hidden states of the stage before, in a pipeline.
+            output_layers: Layers whose hidden states are wanted as well.
+
+        Returns:
+            `[T, D]` hidden states after the final norm.
+        """
+        raise NotImplementedError
+
+
+def is_text_generation_model(cls: type) -> bool:
+    """Whether a class is a causal LM: it can turn hidden states into logits."""
+    return hasattr(cls, "compute_logits") and not is_pooling_model(cls)
+
+
+def is_encoder_model(cls: type) -> bool:
+    """Whether a class is a bidirectional encoder."""
+    return getattr(cls, "attn_type", None) == "encoder_only"
+
+
+def is_pooling_model(cls: type) -> bool:
+    """Whether a class has a pooler of its own."""
+    return bool(getattr(cls, "is_pooling_model", False))
+
+
+LM_HEAD_NAMES = (r"^lm_head\.", r"\.lm_head\.", r"^embed_out\.", r"^output\.weight$")
+
+
+def load_backbone(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: bool = False,
+) -> None:
+    """Allocates a backbone built on the meta device and fills it. The LM head is neither allocated nor read."""
+    materialize(model, device=device, dtype=dtype)
+    cls: Any = type(model)
+    load_weights(
+        model,
+        checkpoint,
+        name=name,
+        renames=getattr(cls, "checkpoint_renames", ()),
+        ignored=(*LM_HEAD_NAMES, *getattr(cls, "ignored_checkpoint_names", ())),
+        progress=progress,
+    )
+
+
+def refuse_unused(**unused: object) -> None:
+    """Raises for a part of the forward signature that a backbone does not implement, so that nothing is dropped."""
+    given = [name for name, value in unused.items() if value is not None and value != ()]
+    if given:
+        raise NotImplementedError(f"this backbone does not take {', '.join(given)}")

@@ -1,0 +1,288 @@
+"""Every architecture that has no native class: transformers' own module, run on the packed batch.
+
+The module runs with a batch of one row, explicit positions and no mask, and its attention layers call our function
+through transformers' attention interface, which attends within the sequences. Whether an architecture gives its own
+numbers that way is not guessed: a short probe at load time compares packed with unpacked and refuses on a difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+from anypool.errors import MissingDependencyError, UnsupportedArchitectureError, WeightsError
+from anypool.model_executor.attention import Attention, AttentionMetadata
+from anypool.model_executor.attention.layer import window_of
+from anypool.model_executor.model_config import ModelConfig
+from anypool.model_executor.models.interfaces import Backbone, refuse_unused
+from anypool.model_executor.packed_batch import PackedBatch
+from anypool.model_executor.weights.repository import Repository
+
+ATTENTION = "anypool_packed"
+
+# The sequences of the batch that is running, and how often an attention layer asked for them.
+_running: ContextVar[tuple[AttentionMetadata, list[int]] | None] = ContextVar("anypool_packed_batch", default=None)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function over a packed row: `[1, H, T, K]` in, `[1, T, H, K]` out."""
+    running = _running.get()
+    if running is None or query.shape[0] != 1 or key.shape[2] != query.shape[2] or position_bias is not None:
+        raise UnsupportedArchitectureError(
+            f"{type(module).__name__} calls attention in a way that a packed batch does not allow"
+        )
+    attn, calls = running
+    calls[0] += 1
+    config = getattr(module, "config", None)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if getattr(config, "is_causal", True) is False:
+        causal = False
+    attend = Attention(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=window_of(causal=causal, sliding=sliding_window),
+        softcap=softcap,
+    )
+    q_THK, k_TGK, v_TGK = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attend(q_THK, k_TGK, v_TGK, attn, sinks_H=s_aux).unsqueeze(0), None
+
+
+class TransformersModel(Backbone):
+    """An encoder, or a base model without an LM head."""
+
+    attn_type = "encoder_only"
+    default_pooling_type = "MEAN"
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.lm_head: nn.Module | None = None
+        self.model: Any = None  # comes with its weights in `load`, since transformers converts names while loading
+        self._accepts: frozenset[str] = frozenset()
+        self._position_offset = 0
+
+    def load(
+        self, repository: Repository, *, device: torch.device, dtype: torch.dtype, progress: bool = False
+    ) -> None:
+        """Loads module and weights through transformers, checks the audit it keeps, then probes packing."""
+        _register()
+        from transformers import AutoModel
+
+        hf_config = _hf_config(self.config, repository)
+        gguf: dict[str, Any] = {"gguf_file": repository.gguf.name} if repository.gguf is not None else {}
+        with _progress(progress):
+            self.model, report = AutoModel.from_pretrained(
+                repository.folder,
+                config=hf_config,
+                dtype=dtype,
+                attn_implementation=_eager_first(self.config),
+                output_loading_info=True,
+                trust_remote_code=self.config.trust_remote_code,
+                **gguf,
+            )
+        _audit(self.config, self.model, report)
+        if self.model.config.is_encoder_decoder:
+            raise _refusal(self.config, "it is an encoder-decoder, which has no single packed sequence of states")
+        self.model.eval().requires_grad_(False).to(device)
+        accepts = inspect.signature(self.model.forward).parameters
+        self._accepts = frozenset(accepts)
+        self._position_offset = _position_offset(self.model)
+        _probe(self, device)
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor | None,
+        positions_T: torch.Tensor,
+        attn: AttentionMetadata,
+        *,
+        inputs_embeds_TD: torch.Tensor | None = None,
+        token_type_ids_T: torch.Tensor | None = None,
+        intermediate: torch.Tensor | None = None,
+        output_layers: Sequence[int] = (),
+    ) -> torch.Tensor:
+        refuse_unused(intermediate=intermediate, output_layers=tuple(output_layers))
+        inputs: dict[str, torch.Tensor] = {"position_ids": (positions_T + self._position_offset).unsqueeze(0)}
+        if inputs_embeds_TD is not None:
+            inputs["inputs_embeds"] = inputs_embeds_TD.unsqueeze(0)
+        elif input_ids_T is not None:
+            inputs["input_ids"] = input_ids_T.unsqueeze(0)
+        if token_type_ids_T is not None:
+            if "token_type_ids" not in self._accepts:
+                refuse_unused(token_type_ids_T=token_type_ids_T)
+            inputs["token_type_ids"] = token_type_ids_T.unsqueeze(0)
+        calls = [0]
+        token = _running.set((attn, calls))
+        try:
+            hidden_TD: torch.Tensor = self._run(**inputs)[0]
+        finally:
+            _running.reset(token)
+        if calls[0] == 0:
+            raise _refusal(self.config, "its attention does not go through transformers' attention interface")
+        return hidden_TD
+
+    def _run(self, **inputs: torch.Tensor) -> torch.Tensor:
+        """`[1, T, D]` last hidden states."""
+        if "use_cache" in self._accepts:
+            output = self.model(**inputs, use_cache=False, return_dict=True)
+        else:
+            output = self.model(**inputs, return_dict=True)
+        last: torch.Tensor = output.last_hidden_state
+        return last
+
+
+class TransformersForCausalLM(TransformersModel):
+    """A causal LM. The LM head is transformers' own and is not loaded for pooling."""
+
+    attn_type = "decoder"
+    default_pooling_type = "LAST"
+
+    def build_lm_head(self) -> nn.Module | None:
+        """The output projection of this architecture; a pooling subclass builds none."""
+        raise NotImplementedError("this engine does not generate text, so transformers' LM heads are never built")
+
+    def compute_logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """`[T, V]` logits of the next token."""
+        head = self.lm_head if self.lm_head is not None else self.build_lm_head()
+        assert head is not None
+        logits_TV: torch.Tensor = head(hidden_TD)
+        return logits_TV
+
+
+def _register() -> None:
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise MissingDependencyError(
+            "this architecture runs through transformers: pip install 'transformers>=5'"
+        ) from error
+    AttentionInterface.register(ATTENTION, packed_attention)
+    AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+
+
+def _hf_config(config: ModelConfig, repository: Repository) -> Any:
+    from transformers import AutoConfig
+
+    if config.trust_remote_code and "auto_map" in config.raw:
+        return AutoConfig.from_pretrained(repository.folder, trust_remote_code=True)
+    return AutoConfig.for_model(**config.raw).get_text_config()
+
+
+def _eager_first(config: ModelConfig) -> str:
+    """The module is loaded with our attention; a class without the interface says so by refusing the name."""
+    return ATTENTION
+
+
+def _position_offset(model: Any) -> int:
+    """RoBERTa-like embeddings number positions from the padding id + 1, and expect explicit positions to do so."""
+    embeddings = getattr(model, "embeddings", None)
+    if embeddings is not None and hasattr(embeddings, "create_position_ids_from_input_ids"):
+        return int(embeddings.padding_idx) + 1
+    return 0
+
+
+def _audit(config: ModelConfig, model: Any, report: dict[str, Any]) -> None:
+    """Every tensor is used and every parameter filled, but for heads that are not part of the base model."""
+    missing = sorted(name for name in report["missing_keys"] if not re.match(r"pooler\.", name))
+    unused = sorted(name for name in report["unexpected_keys"] if not _is_head(name, config))
+    wrong = [f"{key[0]} ({list(key[1])}, the model expects {list(key[2])})" for key in report["mismatched_keys"]]
+    problems = [
+        f"{label}: {', '.join(names[:5])}" + (f", and {len(names) - 5} more" if len(names) > 5 else "")
+        for label, names in (("missing", missing), ("no place in the model", unused), ("wrong shape", wrong))
+        if names
+    ]
+    if problems:
+        raise WeightsError(f"{config.name}: tensors with {'; '.join(problems)}")
+
+
+_HEADS = (
+    r"^(lm_head|embed_out|cls|predictions|generator_predictions|generator_lm_head|discriminator_predictions|"
+    r"vocab_(transform|layer_norm|projector)|head|decoder|qa_outputs|sop_classifier|nsp|output_projection|lm_output)\b",
+    r"(^|\.)pooler\.",
+    r"rotary_emb\.inv_freq$",
+    r"position_ids$",
+    r"\.(masked_bias|attn\.bias)$",
+)
+
+
+def _is_head(name: str, config: ModelConfig) -> bool:
+    return any(re.search(pattern, name) for pattern in _HEADS)
+
+
+def _refusal(config: ModelConfig, reason: str) -> UnsupportedArchitectureError:
+    return UnsupportedArchitectureError(
+        f"{config.name}: {config.architecture} cannot run on packed batches through transformers: {reason}"
+    )
+
+
+@contextlib.contextmanager
+def _progress(shown: bool) -> Iterator[None]:
+    from transformers.utils import logging
+
+    was_shown = logging.is_progress_bar_enabled()
+    (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
+    try:
+        yield
+    finally:
+        (logging.enable_progress_bar if was_shown else logging.disable_progress_bar)()
+
+
+@torch.inference_mode()
+def _probe(backbone: TransformersModel, device: torch.device) -> None:
+    """Runs three short texts packed and each alone through transformers' eager attention, and compares.
+
+    Raises:
+        UnsupportedArchitectureError: They differ by more than rounding: positions, windows or masks are handled
+            somewhere that a packed batch does not reach.
+    """
+    config, model = backbone.config, backbone.model
+    if "position_ids" not in backbone._accepts:
+        raise _refusal(config, "its forward takes no position_ids")
+    longest = _probe_length(config, model)
+    generator = torch.Generator().manual_seed(0)
+    vocab = min(config.vocab_size, model.get_input_embeddings().weight.shape[0])
+    first = min(vocab - 1, 1 if config.pad_token_id is None else config.pad_token_id + 1)
+    texts = [
+        torch.randint(first, vocab, (length,), generator=generator).tolist() for length in (5, longest, 3)
+    ]
+    batch = PackedBatch.pack(texts, device=device)
+    try:
+        packed_TD = backbone(batch.input_ids_T, batch.positions_T, batch.attn)
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
+        raise _refusal(config, f"it raises {type(error).__name__}: {error}") from error
+    model.set_attn_implementation("eager")
+    try:
+        alone_TD = torch.cat(
+            [backbone._run(input_ids=torch.tensor([ids], device=device))[0] for ids in texts]
+        )
+    finally:
+        model.set_attn_implementation(ATTENTION)
+    error = ((packed_TD - alone_TD).float().norm(dim=-1) / alone_TD.float().norm(dim=-1).clamp_min(1e-6)).max().item()
+    tolerance = 1e-3 if packed_TD.dtype == torch.float32 else 0.1
+    if not error <= tolerance:
+        raise _refusal(config, f"packed and unpacked hidden states differ by {error:.1e} of their length")
+
+
+def _probe_length(config: ModelConfig, model: Any) -> int:
+    """Long enough to leave a short sliding window, and short enough to cost nothing."""
+    window = getattr(model.config, "sliding_window", None) or 0
+    return max(3, min(config.max_positions, 2 * window + 3 if 0 < window <= 256 else 21))

@@ -1,0 +1,18 @@
+"""RoBERTa (arXiv:1907.11692) and XLM-RoBERTa (arXiv:1911.02116)."""
+
+from __future__ import annotations
+
+from anypool.model_executor.model_config import ModelConfig
+from anypool.model_executor.models.bert import BertModel
+
+
+class RobertaModel(BertModel):
+    """BERT whose positions start after the padding id."""
+
+    @staticmethod
+    def position_offset(config: ModelConfig) -> int:
+        return (1 if config.pad_token_id is None else config.pad_token_id) + 1
+
+
+class XLMRobertaModel(RobertaModel):
+    """RoBERTa, trained on a hundred languages."""

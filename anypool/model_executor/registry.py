@@ -1,0 +1,127 @@
+"""Architecture name -> class. Modules are imported when a class is first asked for."""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+from torch import nn
+
+from anypool.errors import ConfigError, UnsupportedArchitectureError
+from anypool.model_executor.model_config import ModelConfig
+from anypool.model_executor.models.interfaces import is_encoder_model, is_pooling_model, is_text_generation_model
+
+_MODELS = "anypool.model_executor.models"
+
+_NATIVE: dict[str, str] = {
+    "BertForMaskedLM": "bert:BertModel",
+    "BertForPreTraining": "bert:BertModel",
+    "BertModel": "bert:BertModel",
+    "Gemma2ForCausalLM": "gemma:Gemma2ForCausalLM",
+    "Gemma2Model": "gemma:Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": "gemma:Gemma3ForCausalLM",
+    "Gemma3TextModel": "gemma:Gemma3ForCausalLM",
+    "GemmaForCausalLM": "gemma:GemmaForCausalLM",
+    "GemmaModel": "gemma:GemmaForCausalLM",
+    "LlamaForCausalLM": "llama:LlamaForCausalLM",
+    "LlamaModel": "llama:LlamaForCausalLM",
+    "MistralForCausalLM": "mistral:MistralForCausalLM",
+    "MistralModel": "mistral:MistralForCausalLM",
+    "Qwen2ForCausalLM": "qwen:Qwen2ForCausalLM",
+    "Qwen2Model": "qwen:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "qwen:Qwen3ForCausalLM",
+    "Qwen3Model": "qwen:Qwen3ForCausalLM",
+    "RobertaForMaskedLM": "xlm_roberta:RobertaModel",
+    "RobertaModel": "xlm_roberta:RobertaModel",
+    "XLMRobertaForMaskedLM": "xlm_roberta:XLMRobertaModel",
+    "XLMRobertaModel": "xlm_roberta:XLMRobertaModel",
+}
+
+_CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
+_BASE_SUFFIXES = ("Model", "ForMaskedLM", "ForPreTraining", "ForTextEncoding")
+
+
+class _Registry:
+    """The known architectures: native ones, users' own, and transformers' for the rest."""
+
+    def __init__(self) -> None:
+        self._own: dict[str, type[nn.Module] | str] = {}
+
+    def register_model(self, architecture: str, model_cls: type[nn.Module] | str) -> None:
+        """Makes a class of one's own known under an architecture name; it wins over the built-in ones.
+
+        Args:
+            architecture: The name that `architectures` in config.json has.
+            model_cls: A module class that is built from a `ModelConfig` and has `Backbone.forward`, or
+                "package.module:Class", imported on first use.
+
+        Raises:
+            ConfigError: It is neither.
+        """
+        if isinstance(model_cls, str):
+            if not re.fullmatch(r"[\w.]+:\w+", model_cls):
+                raise ConfigError(f"model_cls={model_cls!r} is not of the form 'package.module:Class'")
+        elif not (isinstance(model_cls, type) and issubclass(model_cls, nn.Module)):
+            raise ConfigError(f"model_cls={model_cls!r} is neither an nn.Module class nor 'package.module:Class'")
+        self._own[architecture] = model_cls
+
+    def get_supported_archs(self) -> list[str]:
+        """Names that need nothing of transformers."""
+        return sorted({*_NATIVE, *self._own})
+
+    def resolve_model_cls(self, config: ModelConfig, *, model_impl: str = "auto") -> type[nn.Module]:
+        """The class that runs a checkpoint.
+
+        Args:
+            config: The checkpoint's configuration.
+            model_impl: "native" or "transformers" to insist on one of them, "auto" for native where there is one.
+
+        Raises:
+            UnsupportedArchitectureError: There is none; the message lists what is known.
+        """
+        architecture = config.architecture
+        if model_impl != "transformers":
+            own = self._own.get(architecture)
+            if isinstance(own, type):
+                return own
+            path = own or _native_path(architecture)
+            if path is not None:
+                module, _, name = path.partition(":")
+                cls: type[nn.Module] = getattr(importlib.import_module(module), name)
+                return cls
+        if model_impl == "native":
+            raise self._unknown(architecture, "has no native class")
+        return self._transformers_cls(architecture)
+
+    def _transformers_cls(self, architecture: str) -> type[nn.Module]:
+        from anypool.model_executor.models.transformers_backend import TransformersForCausalLM, TransformersModel
+
+        if architecture.endswith(_CAUSAL_SUFFIXES):
+            return TransformersForCausalLM
+        if architecture.endswith(_BASE_SUFFIXES):
+            return TransformersModel
+        raise self._unknown(architecture, "is not known")
+
+    def _unknown(self, architecture: str, what: str) -> UnsupportedArchitectureError:
+        return UnsupportedArchitectureError(
+            f"architecture {architecture!r} {what}. Native: {', '.join(self.get_supported_archs())}. "
+            f"Through transformers: names that end in {', '.join((*_CAUSAL_SUFFIXES, *_BASE_SUFFIXES))}. "
+            "Your own: ModelRegistry.register_model"
+        )
+
+
+def _native_path(architecture: str) -> str | None:
+    path = _NATIVE.get(architecture)
+    return None if path is None else f"{_MODELS}.{path}"
+
+
+ModelRegistry = _Registry()
+register_model = ModelRegistry.register_model
+
+__all__ = [
+    "ModelRegistry",
+    "is_encoder_model",
+    "is_pooling_model",
+    "is_text_generation_model",
+    "register_model",
+]

@@ -1,0 +1,114 @@
+"""The tensors of a checkpoint by name, read one at a time."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from anypool.errors import CheckpointFormatError, ModelNotFoundError
+from anypool.model_executor.weights.repository import Repository
+
+
+class Checkpoint(ABC):
+    """Named tensors. Only what is asked for is read."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Every tensor's name."""
+
+    @abstractmethod
+    def tensors(self, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The wanted tensors, in the order in which they lie in the files."""
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """One or several safetensors files, memory-mapped."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._files = files
+        self._names = {file: self._read(file, lambda tensors: list(tensors.keys())) for file in files}
+
+    def names(self) -> list[str]:
+        return [name for names in self._names.values() for name in names]
+
+    def tensors(self, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for file, names in self._names.items():
+            if not wanted.isdisjoint(names):
+                with safe_open(file, framework="pt") as tensors:
+                    for name in names:
+                        if name in wanted:
+                            yield name, tensors.get_tensor(name)
+
+    @staticmethod
+    def _read(file: Path, use: Any) -> Any:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                return use(tensors)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointFormatError(f"{file} cannot be read: it is damaged or cut short ({error})") from error
+
+
+class PickleCheckpoint(Checkpoint):
+    """`pytorch_model.bin` files. Only tensors are unpickled, never code."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        for file in files:
+            try:
+                self._tensors.update(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
+            except Exception as error:  # torch.load raises half a dozen unrelated types for a damaged file
+                raise CheckpointFormatError(f"{file} cannot be read as plain tensors: {error}") from error
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def tensors(self, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor) for name, tensor in self._tensors.items() if name in wanted)
+
+
+def open_checkpoint(repository: Repository, subfolder: str = "") -> Checkpoint:
+    """Opens the weights of a checkpoint or of one of its module folders.
+
+    Raises:
+        ModelNotFoundError: There are none.
+        CheckpointFormatError: A file is damaged, or a shard is missing.
+    """
+    if repository.gguf is not None:
+        from anypool.model_executor.weights.gguf import GgufCheckpoint
+
+        return GgufCheckpoint(repository.gguf)
+    folder = repository.folder / subfolder
+    for stem, suffix, kind in (
+        ("model", ".safetensors", SafetensorsCheckpoint),
+        ("pytorch_model", ".bin", PickleCheckpoint),
+    ):
+        files = _files(folder, stem + suffix)
+        if files:
+            return kind(files)
+    raise ModelNotFoundError(
+        f"{repository.name}: the folder {folder} has no weights: "
+        "expected model.safetensors, its shards with an index, or pytorch_model.bin"
+    )
+
+
+def _files(folder: Path, name: str) -> list[Path]:
+    """The single file, or the shards that its index lists."""
+    if (folder / name).is_file():
+        return [folder / name]
+    index = folder / f"{name}.index.json"
+    if not index.is_file():
+        return []
+    try:
+        shards = sorted({folder / file for file in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointFormatError(f"{index} is not a valid index: {error!r}") from error
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing:
+        raise CheckpointFormatError(f"{index} lists shards that are not there: {', '.join(missing)}")
+    return shards

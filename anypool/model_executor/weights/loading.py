@@ -1,0 +1,154 @@
+"""Copies a checkpoint into a model and accounts for every tensor.
+
+A model is built on the meta device. Its slots are the names under which a checkpoint may hold its parameters: a
+fused `Linear` has one slot per part. A tensor goes to the slot of its name, after the class's renames, with or
+without the `model.` prefix that separates `XForCausalLM` checkpoints from bare `XModel` ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from anypool.errors import WeightsError
+from anypool.model_executor.layers.linear import Linear
+from anypool.model_executor.weights.checkpoint import Checkpoint
+
+Renames = Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place for one checkpoint tensor: rows `start:start + size` of a parameter."""
+
+    parameter: nn.Parameter
+    start: int
+    shape: tuple[int, ...]
+
+    def copy(self, tensor: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.parameter[self.start : self.start + self.shape[0]].copy_(tensor)
+
+
+def materialize(model: nn.Module, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Gives memory to every meta parameter of a model, uninitialised. Parameters already in memory are moved."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            data = torch.empty_like(parameter, device=device, dtype=dtype) if parameter.is_meta else parameter.to(device)
+            setattr(module, name, nn.Parameter(data, requires_grad=False))
+        for name, buffer in module.named_buffers(recurse=False):
+            assert not buffer.is_meta, f"buffer {name} of {type(module).__name__} has no values"
+            module._buffers[name] = buffer.to(device)
+
+
+def slots_of(model: nn.Module) -> dict[str, Slot]:
+    """Every slot of a model by checkpoint name."""
+    slots: dict[str, Slot] = {}
+    for prefix, module in model.named_modules():
+        base = f"{prefix}." if prefix else ""
+        fused = isinstance(module, Linear) and module.parts
+        for name, parameter in module.named_parameters(recurse=False):
+            if not fused:
+                slots[base + name] = Slot(parameter, 0, tuple(parameter.shape))
+                continue
+            start, parent = 0, base[: -len(prefix.rsplit(".", 1)[-1]) - 1]
+            for part, size in module.parts.items():  # type: ignore[union-attr]
+                slots[f"{parent}{part}.{name}"] = Slot(parameter, start, (size, *parameter.shape[1:]))
+                start += size
+    return slots
+
+
+def load_weights(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    name: str,
+    renames: Renames = (),
+    ignored: Iterable[str] = (),
+    prefixes: Sequence[str] = ("", "model."),
+    progress: bool = False,
+) -> None:
+    """Fills a materialised model.
+
+    Args:
+        model: Its parameters have memory.
+        checkpoint: The tensors.
+        name: Of the model, for messages.
+        renames: Regular expressions and replacements, applied in order to checkpoint names.
+        ignored: Regular expressions of checkpoint names that this model has no use for, such as the LM head.
+        prefixes: What may stand before a checkpoint name to make it a name of this model.
+        progress: Whether a bar is shown.
+
+    Raises:
+        WeightsError: Tensors are missing, left over, given twice or of a wrong shape.
+    """
+    slots = slots_of(model)
+    targets, unused = _match(checkpoint.names(), slots, renames, prefixes, [re.compile(p) for p in ignored])
+    missing = sorted(set(slots) - set(targets.values()))
+    if missing or unused:
+        raise WeightsError(_complaint(name, missing, unused))
+    bar = tqdm(total=len(targets), desc=f"Loading {name}", unit="tensor", disable=not progress, leave=False)
+    with bar:
+        for stored, tensor in checkpoint.tensors(set(targets)):
+            slot = slots[targets[stored]]
+            if tuple(tensor.shape) != slot.shape:
+                raise WeightsError(
+                    f"{name}: tensor {stored!r} has shape {list(tensor.shape)}, the model expects {list(slot.shape)}"
+                )
+            slot.copy(tensor)
+            bar.update()
+
+
+def _match(
+    names: list[str],
+    slots: dict[str, Slot],
+    renames: Renames,
+    prefixes: Sequence[str],
+    ignored: list[re.Pattern[str]],
+) -> tuple[dict[str, str], list[str]]:
+    """Checkpoint name -> slot name, and the checkpoint names that fit nowhere."""
+    targets: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    unused = []
+    for stored in names:
+        renamed = stored
+        for pattern, replacement in renames:
+            renamed = re.sub(pattern, replacement, renamed)
+        slot = next((prefix + renamed for prefix in prefixes if prefix + renamed in slots), None)
+        if slot is None:
+            if not any(pattern.search(stored) for pattern in ignored):
+                unused.append(stored)
+        elif slot in taken:
+            raise WeightsError(f"tensors {taken[slot]!r} and {stored!r} are both meant for {slot!r}")
+        else:
+            targets[stored], taken[slot] = slot, stored
+    return targets, unused
+
+
+def _complaint(name: str, missing: list[str], unused: list[str]) -> str:
+    parts = []
+    if missing:
+        parts.append(f"{len(missing)} tensors that the model needs are missing: {_some(missing)}")
+    if unused:
+        parts.append(f"{len(unused)} tensors have no place in the model: {_some(unused)}")
+    return f"{name}: " + "; ".join(parts)
+
+
+def _some(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
+
+
+def load_module(module: nn.Module, checkpoint: Checkpoint, *, name: str, renames: Renames = ()) -> None:
+    """Fills a small module (a head) that already has memory, without prefixes and with nothing ignored."""
+    load_weights(module, checkpoint, name=name, renames=renames, prefixes=("",))
+
+
+def construct(factory: Callable[[], nn.Module]) -> nn.Module:
+    """Builds a module on the meta device: no memory, no initialisation."""
+    with torch.device("meta"):
+        return factory()

@@ -1,0 +1,142 @@
+"""Pooling types: hidden states of a packed batch -> one row per sequence.
+
+The formulas are those of sentence-transformers' Pooling module. Rows of a prompt that the recipe leaves out
+(`include_prompt=False`) are skipped; WEIGHTED_MEAN keeps the weights of the remaining positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+import torch
+
+from anypool.kernels.segment_pool import segment_max, segment_rows, segment_sum
+
+
+class PoolingType(str, Enum):
+    """How hidden states become rows. ALL keeps one row per token."""
+
+    CLS = "CLS"
+    LAST = "LAST"
+    MEAN = "MEAN"
+    MAX = "MAX"
+    WEIGHTED_MEAN = "WEIGHTED_MEAN"
+    MEAN_SQRT_LEN = "MEAN_SQRT_LEN"
+    ALL = "ALL"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where the sequences of a packed batch lie, and which of their rows are pooled.
+
+    Attributes:
+        lengths: Tokens per sequence, each at least 1.
+        skips: Leading tokens per sequence that are left out of pooling, each less than its length.
+        device: Where index tensors are made.
+    """
+
+    lengths: tuple[int, ...]
+    skips: tuple[int, ...]
+    device: torch.device
+
+    @cached_property
+    def lengths_N(self) -> torch.Tensor:
+        return torch.tensor(self.lengths, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def starts_N(self) -> torch.Tensor:
+        return self.lengths_N.cumsum(0) - self.lengths_N
+
+    @cached_property
+    def skips_N(self) -> torch.Tensor:
+        return torch.tensor(self.skips, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def pooled_lengths_N(self) -> torch.Tensor:
+        return self.lengths_N - self.skips_N
+
+    @cached_property
+    def positions_T(self) -> torch.Tensor:
+        """`[T]` the position of each token in its own sequence."""
+        total = sum(self.lengths)
+        tokens_T = torch.arange(total, device=self.device)
+        return tokens_T - self.starts_N.repeat_interleave(self.lengths_N, output_size=total)
+
+    @cached_property
+    def kept_T(self) -> torch.Tensor | None:
+        """Indices of the pooled tokens, or None where that is all of them."""
+        if not any(self.skips):
+            return None
+        skips_T = self.skips_N.repeat_interleave(self.lengths_N, output_size=sum(self.lengths))
+        return (self.positions_T >= skips_T).nonzero().squeeze(1)
+
+    def kept_rows(self, rows_T: torch.Tensor) -> torch.Tensor:
+        return rows_T if self.kept_T is None else rows_T.index_select(0, self.kept_T)
+
+
+def cls(hidden_TD: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """The first pooled token."""
+    return segment_rows(hidden_TD, segments.starts_N + segments.skips_N)
+
+
+def last(hidden_TD: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """The last token."""
+    return segment_rows(hidden_TD, segments.starts_N + segments.lengths_N - 1)
+
+
+def mean(hidden_TD: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """sum h / n."""
+    return _kept_sum(hidden_TD, segments) / segments.pooled_lengths_N[:, None]
+
+
+def mean_sqrt_len(hidden_TD: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """sum h / sqrt(n)."""
+    return _kept_sum(hidden_TD, segments) / segments.pooled_lengths_N[:, None].float().sqrt()
+
+
+def weighted_mean(hidden_TD: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """sum (i+1) h_i / sum (i+1), i the position in the sequence (Muennighoff, arXiv:2202.08904)."""
+    weights_T1 = (segments.kept_rows(segments.positions_T) + 1).float()[:, None]
+    weighted_TD = segments.kept_rows(hidden_TD).float() * weights_T1
+    lengths_N = segments.pooled_lengths_N
+    return segment_sum(weighted_TD, lengths_N) / segment_sum(weights_T1, lengths_N)
+
+
+def maximum(hidden_TD: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """The maximum over tokens, per dimension."""
+    return segment_max(segments.kept_rows(hidden_TD), segments.pooled_lengths_N)
+
+
+def _kept_sum(hidden_TD: torch.Tensor, segments: Segments) -> torch.Tensor:
+    return segment_sum(segments.kept_rows(hidden_TD), segments.pooled_lengths_N)
+
+
+_METHODS: dict[PoolingType, Callable[[torch.Tensor, Segments], torch.Tensor]] = {
+    PoolingType.CLS: cls,
+    PoolingType.LAST: last,
+    PoolingType.MEAN: mean,
+    PoolingType.MAX: maximum,
+    PoolingType.WEIGHTED_MEAN: weighted_mean,
+    PoolingType.MEAN_SQRT_LEN: mean_sqrt_len,
+}
+
+
+def pool(hidden_TD: torch.Tensor, segments: Segments, types: tuple[PoolingType, ...]) -> torch.Tensor:
+    """Pools each sequence by every type and concatenates the rows in the order given.
+
+    Args:
+        hidden_TD: `[T, D]`, any float dtype.
+        segments: The sequences; at least one.
+        types: Sequence-level types, at least one.
+
+    Returns:
+        `[N, D * len(types)]` float32.
+    """
+    rows = [_METHODS[kind](hidden_TD, segments) for kind in types]
+    return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-1)
