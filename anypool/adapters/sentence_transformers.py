@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any
 
 from torch import nn
 
+from anypool.config import is_int
 from anypool.errors import CheckpointFormatError, UnsupportedArchitectureError
 from anypool.model_executor.weights.checkpoint import open_checkpoint
 from anypool.model_executor.weights.loading import load_module
@@ -43,6 +45,17 @@ _TRANSFORMER_CONFIGS = tuple(
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 _PASSIVE = ("Dropout",)
+_DENSE_KEYS = {
+    "in_features",
+    "out_features",
+    "bias",
+    "activation_function",
+    "module_input_name",
+    "module_output_name",
+    "use_residual",
+}
+# Every model knows these two names; a checkpoint may give them a text.
+_DEFAULT_PROMPTS = {"query": "", "document": ""}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,28 +95,24 @@ def read_recipe(repository: Repository) -> Recipe:
     Raises:
         CheckpointFormatError: A module, mode, key or file is unknown or missing.
     """
-    model = repository.read_json("config_sentence_transformers.json") or {}
+    model = repository.read_object("config_sentence_transformers.json") or {}
     kind = model.get("model_type") or "SentenceTransformer"
     if kind != "SentenceTransformer":
         raise UnsupportedArchitectureError(
             f"{repository.name}: config_sentence_transformers.json has model_type {kind!r}; "
             "only 'SentenceTransformer' is supported"
         )
+    prompts, default_prompt_name = _prompts(repository, model)
     common = {
-        "prompts": {name: text for name, text in (model.get("prompts") or {}).items() if text is not None},
-        "default_prompt_name": model.get("default_prompt_name"),
+        "prompts": prompts,
+        "default_prompt_name": default_prompt_name,
         "truncate_dim": model.get("truncate_dim"),
         "similarity_fn_name": model.get("similarity_fn_name"),
     }
     listed = repository.read_json("modules.json")
     if listed is None:
         return Recipe(**common, **_transformer_settings(repository, ""))
-    try:
-        modules = [
-            (entry["type"].rsplit(".", 1)[-1], entry["path"]) for entry in sorted(listed, key=lambda e: e["idx"])
-        ]
-    except (TypeError, KeyError) as error:
-        raise CheckpointFormatError(f"{repository.name}: modules.json is not understood: {error!r}") from error
+    modules = _modules(repository, listed)
     if len(modules) < 2 or [kind for kind, _ in modules[:2]] != ["Transformer", "Pooling"]:
         names = ", ".join(kind for kind, _ in modules)
         raise CheckpointFormatError(
@@ -125,21 +134,61 @@ def read_recipe(repository: Repository) -> Recipe:
     )
 
 
+def _prompts(repository: Repository, model: Mapping[str, Any]) -> tuple[dict[str, str], str | None]:
+    given, default = model.get("prompts") or {}, model.get("default_prompt_name")
+    if not isinstance(given, Mapping) or not all(text is None or isinstance(text, str) for text in given.values()):
+        raise CheckpointFormatError(
+            f"{repository.name}: config_sentence_transformers.json has prompts {given!r}, which do not map names to texts"
+        )
+    prompts = _DEFAULT_PROMPTS | {name: text or "" for name, text in given.items()}
+    if default is not None and default not in prompts:
+        raise CheckpointFormatError(
+            f"{repository.name}: config_sentence_transformers.json has default_prompt_name {default!r}; "
+            f"its prompts are {', '.join(map(repr, prompts))}"
+        )
+    return prompts, default
+
+
+def _modules(repository: Repository, listed: Any) -> list[tuple[str, str]]:
+    """(type, path) of every module, in the order of the list: that is the order in which they run."""
+    modules = []
+    for entry in listed if isinstance(listed, list) else [listed]:
+        kind, path = (entry.get(key) if isinstance(entry, dict) else None for key in ("type", "path"))
+        if not (isinstance(kind, str) and isinstance(path, str)):
+            raise CheckpointFormatError(
+                f"{repository.name}: modules.json is not a list of modules with a type and a path: it has {entry!r}"
+            )
+        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+            raise CheckpointFormatError(f"{repository.name}: modules.json names {path!r}, which is outside the checkpoint")
+        modules.append((kind.rsplit(".", 1)[-1], path))
+    return modules
+
+
 def _transformer_settings(repository: Repository, path: str) -> dict[str, Any]:
     where = f"{path}/" if path else ""
-    config = next((c for c in (repository.read_json(where + name) for name in _TRANSFORMER_CONFIGS) if c), {})
-    task = config.get("transformer_task", "feature-extraction")
-    if task != "feature-extraction":
-        raise UnsupportedArchitectureError(
-            f"{repository.name}: sentence_bert_config.json has transformer_task {task!r}; "
-            "only 'feature-extraction' is supported"
-        )
-    return {"max_seq_length": config.get("max_seq_length"), "do_lower_case": bool(config.get("do_lower_case", False))}
+    name, config = next(
+        ((n, c) for n, c in ((n, repository.read_object(where + n)) for n in _TRANSFORMER_CONFIGS) if c), ("", {})
+    )
+    text = (config.get("modality_config") or {}).get("text") or {}
+    for key, value, supported in (
+        ("transformer_task", config.get("transformer_task"), "feature-extraction"),
+        ("module_output_name", config.get("module_output_name"), "token_embeddings"),
+        ("modality_config text output", text.get("method_output_name"), "last_hidden_state"),
+        ("processing_kwargs", config.get("processing_kwargs") or None, None),
+    ):
+        if value is not None and value != supported:
+            raise UnsupportedArchitectureError(
+                f"{repository.name}: {name} has {key} {value!r}; only {supported!r} is supported"
+            )
+    length = config.get("max_seq_length")
+    if length is not None and not (is_int(length) and length > 0):
+        raise CheckpointFormatError(f"{repository.name}: {name} has max_seq_length {length!r}, not a positive integer")
+    return {"max_seq_length": length, "do_lower_case": bool(config.get("do_lower_case", False))}
 
 
 def _pooling(repository: Repository, path: str) -> tuple[tuple[PoolingType, ...], bool]:
     where = f"{path}/config.json"
-    config = repository.read_json(where)
+    config = repository.read_object(where)
     if config is None:
         raise CheckpointFormatError(f"{repository.name}: modules.json names {where}, which is not there")
     unknown = sorted(set(config) - _POOLING_KEYS)
@@ -150,14 +199,13 @@ def _pooling(repository: Repository, path: str) -> tuple[tuple[PoolingType, ...]
     modes = config.get("pooling_mode")
     if modes is None:
         modes = [mode for key, mode in _OLD_MODES.items() if config.get(key)] or ["mean"]
-    types = []
-    for mode in [modes] if isinstance(modes, str) else modes:
-        if mode not in _MODES:
+    listed = modes if isinstance(modes, list) and modes else [modes]
+    for mode in listed:
+        if not isinstance(mode, str) or mode not in _MODES:
             raise CheckpointFormatError(
                 f"{repository.name}: {where}: unknown pooling_mode {mode!r}; known: {', '.join(_MODES)}"
             )
-        types.append(_MODES[mode])
-    return tuple(types), bool(config.get("include_prompt", True))
+    return tuple(_MODES[mode] for mode in listed), bool(config.get("include_prompt", True))
 
 
 def _module_config(repository: Repository, kind: str, path: str) -> Mapping[str, Any]:
@@ -167,10 +215,16 @@ def _module_config(repository: Repository, kind: str, path: str) -> Mapping[str,
             f"{repository.name}: modules.json lists a module {kind!r} that is not supported; "
             "supported after Pooling: Dense, LayerNorm, Normalize, Dropout"
         )
-    config: Mapping[str, Any] | None = repository.read_json(f"{path}/config.json")
+    config = repository.read_object(f"{path}/config.json")
     if config is None and kind != "Normalize":
         raise CheckpointFormatError(f"{repository.name}: modules.json names {path}/config.json, which is not there")
     config = config or {}
+    unknown = sorted(set(config) - _DENSE_KEYS) if kind == "Dense" else []
+    if unknown:
+        raise CheckpointFormatError(
+            f"{repository.name}: {path}/config.json has unknown keys {', '.join(unknown)}; "
+            f"known: {', '.join(sorted(_DENSE_KEYS))}"
+        )
     for key in ("module_input_name", "module_output_name"):
         if config.get(key) not in (None, "sentence_embedding"):
             raise CheckpointFormatError(
@@ -199,7 +253,8 @@ def build_head(repository: Repository, recipe: Recipe, in_features: int) -> tupl
         if kind == "Normalize":
             head.append(Normalize())
             continue
-        module = _dense(path, config) if kind == "Dense" else LayerNorm(config["dimension"])
+        where = f"{repository.name}: {path}/config.json"
+        module = _dense(where, config) if kind == "Dense" else LayerNorm(_size(where, config, "dimension"))
         if module.in_features != size:
             raise CheckpointFormatError(
                 f"{repository.name}: {path} takes rows of {module.in_features}, but what comes before gives {size}"
@@ -215,17 +270,19 @@ def build_head(repository: Repository, recipe: Recipe, in_features: int) -> tupl
     return head, size
 
 
-def _dense(path: str, config: Mapping[str, Any]) -> Dense:
-    try:
-        return Dense(
-            config["in_features"],
-            config["out_features"],
-            bias=config.get("bias", True),
-            # A file without the key means the default of the class that wrote it.
-            activation=activation_from_path(
-                config.get("activation_function", "torch.nn.Tanh"), where=f"{path}/config.json"
-            ),
-            residual=config.get("use_residual", False),
-        )
-    except KeyError as error:
-        raise CheckpointFormatError(f"{path}/config.json has no {error.args[0]!r}") from error
+def _dense(where: str, config: Mapping[str, Any]) -> Dense:
+    return Dense(
+        _size(where, config, "in_features"),
+        _size(where, config, "out_features"),
+        bias=config.get("bias", True),
+        # A file without the key means the default of the class that wrote it.
+        activation=activation_from_path(config.get("activation_function", "torch.nn.Tanh"), where=where),
+        residual=config.get("use_residual", False),
+    )
+
+
+def _size(where: str, config: Mapping[str, Any], key: str) -> int:
+    size = config.get(key)
+    if not (is_int(size) and size > 0):
+        raise CheckpointFormatError(f"{where} has {key} {size!r}, not a positive integer")
+    return int(size)

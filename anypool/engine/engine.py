@@ -19,13 +19,15 @@ import torch
 from anypool.adapters.load import LoadedModel, load_pooling_model
 from anypool.config import EngineConfig
 from anypool.engine.batch import make_batch
-from anypool.engine.prompts import Prompt, check_prompt
+from anypool.engine.prompts import Prompt, check_prompt, check_text
 from anypool.engine.request import Request
 from anypool.engine.scheduler import Scheduler
 from anypool.engine.tokenization import Tokenizer, truncate
 from anypool.errors import (
+    AnypoolError,
     ConfigError,
     EngineDeadError,
+    EngineError,
     InvalidParameterError,
     InvalidPromptError,
     NonFiniteResultError,
@@ -90,6 +92,7 @@ class Engine:
         self._ids = itertools.count()
         self._changed = threading.Condition()
         self._closing = False
+        self._running: list[Request] = []
         self._death: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="anypool-device", daemon=True)
         self._thread.start()
@@ -180,12 +183,14 @@ class Engine:
     def _prompt_prefix(self, options: PromptOptions) -> tuple[str, int]:
         """The text put before each input, and how many tokens of it are not pooled."""
         recipe = self.loaded.recipe
+        for field, value in (("prompt", options.prompt), ("prompt_name", options.prompt_name)):
+            if value is not None and not isinstance(value, str):
+                raise InvalidParameterError(f"{field}={value!r} is not a text", param=field)
         if options.prompt is not None and options.prompt_name is not None:
             raise InvalidParameterError("prompt and prompt_name are two ways to say the same: give one", param="prompt")
         name = options.prompt_name if options.prompt_name is not None else recipe.default_prompt_name
         if options.prompt is not None:
-            prefix = check_prompt(options.prompt, 0)
-            assert isinstance(prefix, str)
+            prefix = check_text(options.prompt, "prompt")
         elif name is None:
             prefix = ""
         elif name in recipe.prompts:
@@ -257,7 +262,7 @@ class Engine:
         """
         with self._changed:
             if not self.is_alive:
-                raise EngineDeadError("the engine is shut down" if self._closing else self._dead_message())
+                raise EngineDeadError(self._end_message())
             waiting, most = self._scheduler.waiting_tokens, self.config.max_queued_tokens
             if bounded and waiting > 0 and waiting + sum(map(len, requests)) > most:
                 raise OverloadedError(f"{waiting:,} tokens are waiting, and the queue takes {most:,}: try again later")
@@ -269,7 +274,9 @@ class Engine:
     def _serve(self) -> None:
         try:
             while (requests := self._next()) is not None:
+                self._running = requests
                 self._run(requests)
+                self._running = []
         except BaseException as error:  # whatever it is, nobody may be left waiting
             self._death = error
             logger.exception("the device thread died")
@@ -296,7 +303,7 @@ class Engine:
             )
         except Exception as error:  # anything a model may raise; it goes to the request that caused it
             if len(requests) == 1:
-                requests[0].future.set_exception(error)
+                _fail(requests[0], error)
                 return
             logger.warning("a batch of %d raised %s; running it in halves", len(requests), type(error).__name__)
             middle = len(requests) // 2
@@ -318,15 +325,27 @@ class Engine:
 
     def _fail_waiting(self) -> None:
         with self._changed:
-            self._closing = self._closing or self._death is not None
+            self._closing = True
             waiting = self._scheduler.drain()
-        error = EngineDeadError("the engine was shut down" if self._death is None else self._dead_message())
+        error = EngineDeadError(self._end_message())
         for request in waiting:
             if request.future.set_running_or_notify_cancel():
                 request.future.set_exception(error)
+        for request in self._running:  # what the thread died over
+            if not request.future.done():
+                request.future.set_exception(error)
 
-    def _dead_message(self) -> str:
-        return f"the device thread died: {self._death!r}"
+    def _end_message(self) -> str:
+        return "the engine is shut down" if self._death is None else f"the device thread died: {self._death!r}"
+
+
+def _fail(request: Request, error: Exception) -> None:
+    if isinstance(error, AnypoolError):
+        request.future.set_exception(error)
+        return
+    failure = EngineError(f"request {request.request_id}: the model raised {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    request.future.set_exception(failure)
 
 
 def _resolve(request: Request, result: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ from anypool.errors import InvalidPromptError
 
 Prompt = Union[str, "list[int]", Mapping[str, Any]]
 
+_BYTES = (bytes, bytearray, memoryview)
 _FORMS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': [...]}"
 
 
@@ -16,8 +17,8 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bo
     """One prompt or several -> a list, and whether a single one was given. A flat list of integers is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts], True
-    if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Sequence):
-        if hasattr(prompts, "tolist"):  # numpy arrays and tensors of ids
+    if isinstance(prompts, _BYTES) or not isinstance(prompts, Sequence):
+        if hasattr(prompts, "tolist") and not isinstance(prompts, _BYTES):  # numpy arrays and tensors of ids
             return as_prompt_list(prompts.tolist())
         raise InvalidPromptError(f"prompts of type {type(prompts).__name__} are not understood; give {_FORMS}, or a list")
     if prompts and all(isinstance(item, int) and not isinstance(item, bool) for item in prompts):
@@ -43,8 +44,10 @@ def check_prompt(prompt: Prompt, index: int) -> str | list[int]:
             raise InvalidPromptError(f"input {index}: {key!r} holds a {type(value).__name__}; give {_FORMS}")
         prompt = value
     if isinstance(prompt, str):
-        return _check_text(prompt, index)
-    if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
+        return check_text(prompt, f"input {index}")
+    if hasattr(prompt, "tolist") and not isinstance(prompt, _BYTES):  # a numpy array or a tensor of ids
+        prompt = prompt.tolist()
+    if isinstance(prompt, Sequence) and not isinstance(prompt, _BYTES):
         for token in prompt:
             if not isinstance(token, int) or isinstance(token, bool):
                 raise InvalidPromptError(
@@ -56,12 +59,13 @@ def check_prompt(prompt: Prompt, index: int) -> str | list[int]:
     raise InvalidPromptError(f"input {index} is {prompt!r} ({type(prompt).__name__}); give {_FORMS}")
 
 
-def _check_text(text: str, index: int) -> str:
+def check_text(text: str, what: str) -> str:
+    """The text, or an `InvalidPromptError` about `what` where it cannot be written as UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InvalidPromptError(
-            f"input {index} is not valid Unicode: it has the lone surrogate U+{ord(text[error.start]):04X} "
+            f"{what} is not valid Unicode: it has the lone surrogate U+{ord(text[error.start]):04X} "
             f"at position {error.start}"
         ) from None
     return text

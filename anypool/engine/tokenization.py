@@ -47,7 +47,7 @@ class Tokenizer:
         Raises:
             CheckpointFormatError: There is none, or it cannot be read.
         """
-        config = repository.read_json("tokenizer_config.json") or {}
+        config = repository.read_object("tokenizer_config.json") or {}
         path = repository.folder / "tokenizer.json"
         if repository.gguf is None and path.is_file():
             from tokenizers import Tokenizer as Backend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -46,8 +47,9 @@ class LLM:
         (384,)
     """
 
-    def __init__(self, model: str, **engine_args: Any) -> None:
-        self.engine = Engine(EngineConfig.from_kwargs(model=str(model), **engine_args))
+    def __init__(self, model: str | os.PathLike[str], **engine_args: Any) -> None:
+        name = os.fspath(model) if isinstance(model, os.PathLike) else model
+        self.engine = Engine(EngineConfig.from_kwargs(model=name, **engine_args))
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:

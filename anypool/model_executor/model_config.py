@@ -213,12 +213,12 @@ def _read_gemma3(keys: _Keys) -> dict[str, Any]:
     pattern = keys.get("sliding_window_pattern", None) or keys.raw.get("_sliding_window_pattern", 6)
     common = _gemma_common(keys, layers=[FULL if (i + 1) % pattern == 0 else SLIDING for i in range(layers)])
     window = keys.get("sliding_window", 4096)
+    keys.get("attn_logit_softcapping", None)  # no Gemma 3 has one, and the reference does not apply it
     # A bidirectional Gemma 3 states the whole width of its window: half of it lies on either side.
     return _decoder(
         keys,
         **common,
         sliding_window=window if common["is_causal"] else window // 2 + 1,
-        attention_softcap=keys.get("attn_logit_softcapping", None),
         final_softcap=keys.get("final_logit_softcapping", None),
         attention_scale=keys.get("query_pre_attn_scalar", 256) ** -0.5,
         thetas={FULL: 1_000_000.0, SLIDING: keys.get("rope_local_base_freq", 10_000.0)},

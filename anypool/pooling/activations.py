@@ -38,8 +38,8 @@ def activation_from_path(path: str, *, where: str) -> nn.Module:
     Raises:
         CheckpointFormatError: It is not one of `ACTIVATIONS`.
     """
-    name = path.rsplit(".", 1)[-1]
-    if not path.startswith("torch.") or name not in ACTIVATIONS:
+    name = path.rsplit(".", 1)[-1] if isinstance(path, str) and path.startswith("torch.") else ""
+    if name not in ACTIVATIONS:
         raise CheckpointFormatError(
             f"{where}: activation {path!r} is not supported; known: {', '.join(f'torch.nn.{n}' for n in ACTIVATIONS)}"
         )

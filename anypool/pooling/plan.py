@@ -16,7 +16,7 @@ class EmbeddingSize:
     Attributes:
         model: Name of the model, for messages.
         full: Size of the uncut embedding.
-        allowed: The sizes it was trained to be cut to; None where the checkpoint names none, so that any cut is taken.
+        allowed: The sizes it was trained to be cut to, beside the full one; None where the checkpoint names none, so that any cut is taken.
         cuttable: False where the checkpoint says that it must not be cut.
     """
 
@@ -30,7 +30,8 @@ class EmbeddingSize:
         if not self.cuttable and dimensions != self.full:
             supported = str(self.full)
         elif self.allowed is not None:
-            supported = "" if dimensions in self.allowed else ", ".join(map(str, self.allowed))
+            sizes = sorted({*self.allowed, self.full})
+            supported = "" if dimensions in sizes else ", ".join(map(str, sizes))
         else:
             supported = "" if 1 <= dimensions <= self.full else f"1 to {self.full}"
         if supported:

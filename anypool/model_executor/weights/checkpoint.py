@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,9 +62,13 @@ class PickleCheckpoint(Checkpoint):
         self._tensors: dict[str, torch.Tensor] = {}
         for file in files:
             try:
-                self._tensors.update(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
+                # Files written before torch 1.6 are not zip archives, and only those can be mapped.
+                stored = torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
             except Exception as error:  # torch.load raises half a dozen unrelated types for a damaged file
                 raise CheckpointFormatError(f"{file} cannot be read as plain tensors: {error}") from error
+            if not isinstance(stored, dict) or not all(isinstance(t, torch.Tensor) for t in stored.values()):
+                raise CheckpointFormatError(f"{file} is not a table of tensors by name")
+            self._tensors.update(stored)
 
     def names(self) -> list[str]:
         return list(self._tensors)
@@ -106,7 +111,7 @@ def _files(folder: Path, name: str) -> list[Path]:
         return []
     try:
         shards = sorted({folder / file for file in json.loads(index.read_text())["weight_map"].values()})
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointFormatError(f"{index} is not a valid index: {error!r}") from error
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:

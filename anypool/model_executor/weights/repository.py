@@ -72,17 +72,22 @@ class Repository:
         except ValueError as error:
             raise CheckpointFormatError(f"{self.name}: {name} is not valid JSON: {error}") from error
 
+    def read_object(self, name: str) -> dict[str, Any] | None:
+        """The parsed file, which must hold an object, or None where there is none."""
+        content = self.read_json(name)
+        if content is not None and not isinstance(content, dict):
+            raise CheckpointFormatError(f"{self.name}: {name} is not an object, but {type(content).__name__}")
+        return content
+
     def read_config(self) -> dict[str, Any]:
         """config.json, or what a GGUF file says in its place."""
         if self.gguf is not None:
             from anypool.model_executor.weights.gguf import read_gguf_config
 
             return read_gguf_config(self.gguf)
-        config = self.read_json("config.json")
+        config = self.read_object("config.json")
         if config is None:
             raise ModelNotFoundError(f"{self.name}: the folder {self.folder} has no config.json")
-        if not isinstance(config, dict):
-            raise CheckpointFormatError(f"{self.name}: config.json is not an object")
         return config
 
 
