@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Transformer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from anypool import LLM
 
@@ -26,6 +27,8 @@ MAX_POSITIONS = 160
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;!?-'"
 _WORDS = ["the", "query", "passage", "title", "none", "cat", "sat", "on", "mat", "and", "a", "long", "story"]
+
+logging.disable_progress_bar()
 
 _folder = Path(tempfile.mkdtemp(prefix="anypool-tests-"))
 atexit.register(shutil.rmtree, _folder, ignore_errors=True)
@@ -69,7 +72,9 @@ def byte_tokenizer(template: str = "<s> $A", **settings: Any) -> PreTrainedToken
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     if template != "$A":
-        backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<s>", 1), ("</s>", 2)])
+        backend.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=[("<s>", 1), ("</s>", 2)]
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", **settings
     )
@@ -117,6 +122,9 @@ def tiny_llama(dtype: torch.dtype = torch.float32, *, template: str = "<s> $A", 
 def save(model: Any, tokenizer: Any, name: str, **save_options: Any) -> Path:
     """Saves a transformers model and its tokenizer in a folder of their own."""
     folder = new_folder(name)
+    with torch.no_grad():
+        for parameter in model.parameters():  # fresh biases and norms are 0 and 1, which hides what is done with them
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
     model.save_pretrained(folder, **save_options)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -146,9 +154,15 @@ def edit_json(path: Path, change: Callable[[Any], Any]) -> None:
 
 
 def reference(folder: Path, texts: Sequence[str], *, truncate_dim: int | None = None, **options: Any) -> torch.Tensor:
-    """`SentenceTransformer.encode` of the folder, on the CPU in float32 unless the checkpoint says otherwise."""
-    model = SentenceTransformer(str(folder), device="cpu", truncate_dim=truncate_dim, local_files_only=True)
+    """`SentenceTransformer.encode` of the folder, on the CPU, in the dtype that the checkpoint says."""
+    state = tuple((file, file.stat().st_mtime_ns) for file in sorted(folder.rglob("*.json")))
+    model = _reference_model(folder, state, truncate_dim)
     return torch.from_numpy(numpy.asarray(model.encode(list(texts), show_progress_bar=False, **options)))
+
+
+@lru_cache(maxsize=4)
+def _reference_model(folder: Path, state: object, truncate_dim: int | None) -> SentenceTransformer:
+    return SentenceTransformer(str(folder), device="cpu", truncate_dim=truncate_dim, local_files_only=True)
 
 
 @contextmanager
@@ -158,11 +172,11 @@ def loaded(folder: Path | str, **engine_args: Any) -> Iterator[LLM]:
         yield llm
 
 
-def vectors(llm: LLM, prompts: Any, *params: Any, truncate_prompt_tokens: int | None = -1, **options: Any) -> torch.Tensor:
+def vectors(
+    llm: LLM, prompts: Any, *params: Any, truncate_prompt_tokens: int | None = -1, **options: Any
+) -> torch.Tensor:
     """Embeddings of all prompts in one batch, `[N, E]`."""
-    outputs = llm.embed(
-        prompts, *params, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=False, **options
-    )
+    outputs = llm.embed(prompts, *params, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=False, **options)
     return torch.stack([output.outputs.data for output in outputs])
 
 

@@ -133,8 +133,12 @@ def resolve_settings(model_cls: Any, config: ModelConfig, recipe: Recipe, user: 
 
 
 def _guess(model_cls: Any, config: ModelConfig) -> PoolingType:
-    """LAST for a causal LM, MEAN for what attends in both directions, whatever its class."""
-    if not config.is_causal:
+    """The class's own type; MEAN for a decoder that was saved without its LM head, or that attends in both directions.
+
+    So does sentence-transformers since 5.4 with a folder that has no modules.json.
+    """
+    is_causal_lm = config.is_causal and not config.architecture.endswith("Model")
+    if getattr(model_cls, "attn_type", "decoder") == "decoder" and not is_causal_lm:
         return PoolingType.MEAN
     return PoolingType(getattr(model_cls, "default_pooling_type", "LAST"))
 

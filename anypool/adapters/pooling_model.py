@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +31,9 @@ _NAMES = {
 
 # Tasks whose pooler needs no weights beside the backbone's.
 _HEADLESS = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
+
+
+_made: dict[tuple[type[nn.Module], PoolingTask], type[nn.Module]] = {}
 
 
 class PoolingMixin:
@@ -96,10 +98,11 @@ def as_pooling_model(model_cls: type[nn.Module], task: PoolingTask | str = Pooli
             f"without one it serves {', '.join(_HEADLESS)}",
             param="task",
         )
-    return _subclass(model_cls, task)
+    if (model_cls, task) not in _made:
+        _made[model_cls, task] = _subclass(model_cls, task)
+    return _made[model_cls, task]
 
 
-@cache
 def _subclass(model_cls: type[nn.Module], task: PoolingTask) -> type[nn.Module]:
     def __init__(self: Any, config: ModelConfig) -> None:
         model_cls.__init__(self, config)

@@ -103,7 +103,7 @@ def read_recipe(repository: Repository) -> Recipe:
             "only 'SentenceTransformer' is supported"
         )
     prompts, default_prompt_name = _prompts(repository, model)
-    common = {
+    common: dict[str, Any] = {
         "prompts": prompts,
         "default_prompt_name": default_prompt_name,
         "truncate_dim": model.get("truncate_dim"),
@@ -119,9 +119,7 @@ def read_recipe(repository: Repository) -> Recipe:
             f"{repository.name}: modules.json lists {names}; a Transformer followed by a Pooling is supported"
         )
     types, include_prompt = _pooling(repository, modules[1][1])
-    tail = [
-        (kind, path, _module_config(repository, kind, path)) for kind, path in modules[2:] if kind not in _PASSIVE
-    ]
+    tail = [(kind, path, _module_config(repository, kind, path)) for kind, path in modules[2:] if kind not in _PASSIVE]
     normalize = bool(tail) and tail[-1][0] == "Normalize"
     return Recipe(
         backbone=modules[0][1],
@@ -138,7 +136,7 @@ def _prompts(repository: Repository, model: Mapping[str, Any]) -> tuple[dict[str
     given, default = model.get("prompts") or {}, model.get("default_prompt_name")
     if not isinstance(given, Mapping) or not all(text is None or isinstance(text, str) for text in given.values()):
         raise CheckpointFormatError(
-            f"{repository.name}: config_sentence_transformers.json has prompts {given!r}, which do not map names to texts"
+            f"{repository.name}: config_sentence_transformers.json has prompts {given!r}, not texts by name"
         )
     prompts = _DEFAULT_PROMPTS | {name: text or "" for name, text in given.items()}
     if default is not None and default not in prompts:
@@ -159,7 +157,7 @@ def _modules(repository: Repository, listed: Any) -> list[tuple[str, str]]:
                 f"{repository.name}: modules.json is not a list of modules with a type and a path: it has {entry!r}"
             )
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-            raise CheckpointFormatError(f"{repository.name}: modules.json names {path!r}, which is outside the checkpoint")
+            raise CheckpointFormatError(f"{repository.name}: modules.json names {path!r}, outside the checkpoint")
         modules.append((kind.rsplit(".", 1)[-1], path))
     return modules
 
@@ -194,7 +192,8 @@ def _pooling(repository: Repository, path: str) -> tuple[tuple[PoolingType, ...]
     unknown = sorted(set(config) - _POOLING_KEYS)
     if unknown:
         raise CheckpointFormatError(
-            f"{repository.name}: {where} has unknown keys {', '.join(unknown)}; known: {', '.join(sorted(_POOLING_KEYS))}"
+            f"{repository.name}: {where} has unknown keys {', '.join(unknown)}; "
+            f"known: {', '.join(sorted(_POOLING_KEYS))}"
         )
     modes = config.get("pooling_mode")
     if modes is None:
@@ -228,7 +227,8 @@ def _module_config(repository: Repository, kind: str, path: str) -> Mapping[str,
     for key in ("module_input_name", "module_output_name"):
         if config.get(key) not in (None, "sentence_embedding"):
             raise CheckpointFormatError(
-                f"{repository.name}: {path}/config.json has {key} {config[key]!r}; only 'sentence_embedding' is supported"
+                f"{repository.name}: {path}/config.json has {key} {config[key]!r}; "
+                "only 'sentence_embedding' is supported"
             )
     return config
 
@@ -283,6 +283,6 @@ def _dense(where: str, config: Mapping[str, Any]) -> Dense:
 
 def _size(where: str, config: Mapping[str, Any], key: str) -> int:
     size = config.get(key)
-    if not (is_int(size) and size > 0):
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise CheckpointFormatError(f"{where} has {key} {size!r}, not a positive integer")
-    return int(size)
+    return size

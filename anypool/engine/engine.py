@@ -42,7 +42,14 @@ from anypool.pooling.tasks import PoolingTask
 
 logger = logging.getLogger(__name__)
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json", "spiece.model", "tokenizer_config.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.txt",
+    "vocab.json",
+    "spiece.model",
+    "tokenizer_config.json",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +93,7 @@ class Engine:
         )
         assert self.config.max_num_batched_tokens is not None
         self._runner = PoolingModelRunner(self.loaded.model, self.loaded.device)
-        self._scheduler = Scheduler(
-            max_tokens=self.config.max_num_batched_tokens, max_seqs=self.config.max_num_seqs
-        )
+        self._scheduler = Scheduler(max_tokens=self.config.max_num_batched_tokens, max_seqs=self.config.max_num_seqs)
         self._ids = itertools.count()
         self._changed = threading.Condition()
         self._closing = False
@@ -155,7 +160,7 @@ class Engine:
     ) -> list[PoolingPlan]:
         if params is None or isinstance(params, PoolingParams):
             return [make_plan(task, params or PoolingParams(), self.loaded.defaults)] * count
-        if isinstance(params, (str, bytes)) or not isinstance(params, Sequence):
+        if not isinstance(params, (list, tuple)):
             raise InvalidParameterError(f"pooling_params={params!r} is not a PoolingParams, nor a list of them")
         if len(params) != count:
             raise InvalidParameterError(f"{len(params)} pooling_params were given for {count} prompts")
@@ -197,7 +202,9 @@ class Engine:
             prefix = recipe.prompts[name]
         else:
             known = ", ".join(map(repr, recipe.prompts)) or "none"
-            raise InvalidParameterError(f"prompt_name={name!r} is unknown; this model has: {known}", param="prompt_name")
+            raise InvalidParameterError(
+                f"prompt_name={name!r} is unknown; this model has: {known}", param="prompt_name"
+            )
         if prefix == "" or recipe.include_prompt or self.tokenizer is None:
             return prefix, 0
         return prefix, self.tokenizer.prompt_length(prefix)
@@ -218,7 +225,9 @@ class Engine:
 
     def _fit(self, ids: list[int], index: int, limit: int | None, side: str | None) -> list[int]:
         if side not in (None, "left", "right"):
-            raise InvalidParameterError(f"truncation_side={side!r} is neither 'left' nor 'right'", param="truncation_side")
+            raise InvalidParameterError(
+                f"truncation_side={side!r} is neither 'left' nor 'right'", param="truncation_side"
+            )
         if limit is not None:
             tokenizer = self.tokenizer
             if tokenizer is None:
@@ -298,9 +307,7 @@ class Engine:
     def _run(self, requests: list[Request]) -> None:
         """Runs a batch. One that raises is halved until the request that causes it stands alone."""
         try:
-            results = self._runner.run(
-                make_batch(requests, self.loaded.device), [request.plan for request in requests]
-            )
+            results = self._runner.run(make_batch(requests, self.loaded.device), [request.plan for request in requests])
         except Exception as error:  # anything a model may raise; it goes to the request that caused it
             if len(requests) == 1:
                 _fail(requests[0], error)

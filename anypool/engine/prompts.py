@@ -20,7 +20,9 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bo
     if isinstance(prompts, _BYTES) or not isinstance(prompts, Sequence):
         if hasattr(prompts, "tolist") and not isinstance(prompts, _BYTES):  # numpy arrays and tensors of ids
             return as_prompt_list(prompts.tolist())
-        raise InvalidPromptError(f"prompts of type {type(prompts).__name__} are not understood; give {_FORMS}, or a list")
+        raise InvalidPromptError(
+            f"prompts of type {type(prompts).__name__} are not understood; give {_FORMS}, or a list"
+        )
     if prompts and all(isinstance(item, int) and not isinstance(item, bool) for item in prompts):
         return [list(prompts)], True  # type: ignore[arg-type]
     return list(prompts), False  # type: ignore[arg-type]
@@ -45,17 +47,18 @@ def check_prompt(prompt: Prompt, index: int) -> str | list[int]:
         prompt = value
     if isinstance(prompt, str):
         return check_text(prompt, f"input {index}")
+    ids: Any = prompt
     if hasattr(prompt, "tolist") and not isinstance(prompt, _BYTES):  # a numpy array or a tensor of ids
-        prompt = prompt.tolist()
-    if isinstance(prompt, Sequence) and not isinstance(prompt, _BYTES):
-        for token in prompt:
+        ids = prompt.tolist()
+    if isinstance(ids, Sequence) and not isinstance(ids, _BYTES):
+        for token in ids:
             if not isinstance(token, int) or isinstance(token, bool):
                 raise InvalidPromptError(
                     f"input {index} is a list that holds {token!r} ({type(token).__name__}); token ids are integers"
                 )
-        if not prompt:
+        if not ids:
             raise InvalidPromptError(f"input {index} is an empty list of token ids")
-        return list(prompt)
+        return list(ids)
     raise InvalidPromptError(f"input {index} is {prompt!r} ({type(prompt).__name__}); give {_FORMS}")
 
 

@@ -45,15 +45,11 @@ class Scheduler:
     def next_batch(self) -> list[Request]:
         """Takes the next requests off the queue, shortest first. Cancelled ones are dropped; may be empty."""
         anchor = self._oldest()
-        if anchor is None:
-            return []
-        low, high = self._reach(self._place(anchor))
-        taken = self._by_length[low:high]
-        del self._by_length[low:high]
-        self._gone.update(taken)
-        self.waiting_tokens -= sum(map(len, taken))
-        self._oldest()  # forget what has run
-        return [request for request in taken if request.future.set_running_or_notify_cancel()]
+        while anchor is not None and anchor.future.cancelled():
+            place = self._place(anchor)
+            self._take(place, place + 1)
+            anchor = self._oldest()
+        return [] if anchor is None else self._take(*self._reach(self._place(anchor)))
 
     def drain(self) -> list[Request]:
         """Takes every waiting request off the queue."""
@@ -61,6 +57,15 @@ class Scheduler:
         self._by_age.clear()
         self._by_length, self._gone, self.waiting_tokens = [], set(), 0
         return waiting
+
+    def _take(self, low: int, high: int) -> list[Request]:
+        """Takes a run of the length-sorted queue; returns those that were not cancelled."""
+        taken = self._by_length[low:high]
+        del self._by_length[low:high]
+        self._gone.update(taken)
+        self.waiting_tokens -= sum(map(len, taken))
+        self._oldest()  # forget what has run
+        return [request for request in taken if request.future.set_running_or_notify_cancel()]
 
     def _oldest(self) -> Request | None:
         while self._by_age and self._by_age[0] in self._gone:

@@ -139,10 +139,12 @@ def _lower_case(backend: Any) -> None:
 def _through_transformers(repository: Repository, trust_remote_code: bool) -> Any:
     """Older vocabulary files and GGUF files: transformers builds a fast tokenizer from them."""
     try:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-        gguf: dict[str, Any] = {"gguf_file": repository.gguf.name} if repository.gguf is not None else {}
-        slow = AutoTokenizer.from_pretrained(repository.folder, trust_remote_code=trust_remote_code, **gguf)
+        if repository.gguf is not None:  # the file says which kind it is; AutoTokenizer would read all of it to ask
+            slow = PreTrainedTokenizerFast.from_pretrained(repository.folder, gguf_file=repository.gguf.name)
+        else:
+            slow = AutoTokenizer.from_pretrained(repository.folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointFormatError(
             f"{repository.name}: no tokenizer.json, and transformers cannot build a tokenizer from the other files: "

@@ -22,6 +22,33 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
+class DisentangledConfig:
+    """DeBERTa's attention to relative positions, and what comes with it.
+
+    Attributes:
+        span: Rows of the position table per direction; 0 for none.
+        furthest: Distance from which on all positions are one.
+        logarithmic: Whether far positions share rows.
+        kinds: Which extra scores there are, of "c2p" and "p2c".
+        share_key: Whether positions are projected as content is.
+        normalize: Whether the position table is normalised.
+        absolute: Whether absolute positions are added to the input.
+        conv_width, conv_groups, conv_act: The convolution beside the first layer; width 0 for none.
+    """
+
+    span: int = 0
+    furthest: int = 0
+    logarithmic: bool = False
+    kinds: tuple[str, ...] = ()
+    share_key: bool = False
+    normalize: bool = False
+    absolute: bool = True
+    conv_width: int = 0
+    conv_groups: int = 1
+    conv_act: str = "tanh"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """What the rest of the code knows about a checkpoint.
 
@@ -37,6 +64,9 @@ class ModelConfig:
         rope: Rotary embedding per kind of layer.
         attention_scale: Factor on attention scores.
         dtype: The dtype that the checkpoint names, or None.
+        norm_bias: Whether layer norms have a bias.
+        relative_buckets: Rows of MPNet's relative position bias.
+        disentangled: DeBERTa's attention.
         matryoshka_dimensions: Sizes it was trained to be cut to; None where none are named.
         is_matryoshka: What the checkpoint says about being cut; None where it says nothing.
         raw: config.json with the user's overrides, for transformers' own classes.
@@ -66,6 +96,9 @@ class ModelConfig:
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
     type_vocab_size: int = 0
+    norm_bias: bool = True
+    relative_buckets: int = 0
+    disentangled: DisentangledConfig | None = None
     pad_token_id: int | None = None
     dtype: str | None = None
     matryoshka_dimensions: tuple[int, ...] | None = None
@@ -131,7 +164,10 @@ _IRRELEVANT = frozenset(
     "pooler_type id2label label2id num_labels problem_type return_dict output_hidden_states output_attentions "
     "torchscript chunk_size_feed_forward is_encoder_decoder finetuning_task task_specific_params "
     "sentence_transformers max_window_layers use_bfloat16 pruned_heads prefix "
-    "_sliding_window_pattern model_max_length adapters matryoshka_dimensions is_matryoshka".split()
+    "_sliding_window_pattern model_max_length adapters classifier_pooling classifier_bias classifier_activation decoder_bias deterministic_flash_attn embedding_dropout "
+    "mlp_dropout sparse_prediction sparse_pred_ignore_index reference_compile repad_logits_with_grad "
+    "initializer_cutoff_factor pooler_dropout pooler_hidden_act pooler_hidden_size legacy qa_dropout "
+    "seq_classif_dropout dropout tie_weights_ matryoshka_dimensions is_matryoshka".split()
 )
 
 
@@ -298,7 +334,7 @@ def _rope(keys: _Keys, kind: str, size: int, positions: int, thetas: Mapping[str
         )
     partial = values.pop("partial_rotary_factor", keys.get("partial_rotary_factor", None)) or 1.0
     original = keys.get("original_max_position_embeddings", None)
-    fields = {
+    fields: dict[str, Any] = {
         "theta": values.pop("rope_theta", None) or (thetas or {}).get(kind, 10_000.0),
         "original_max_positions": original or values.pop("original_max_position_embeddings", None) or positions,
         "short_factor": tuple(values.pop("short_factor", ())),
@@ -342,6 +378,85 @@ def _read_bert(keys: _Keys) -> dict[str, Any]:
         "attention_scale": (hidden // heads) ** -0.5,
         "is_causal": False,
     }
+
+
+def _read_mpnet(keys: _Keys) -> dict[str, Any]:
+    values = _read_bert(keys)
+    # The reference numbers positions from 2, so as many rows of the table are never reached.
+    return {
+        **values,
+        "max_positions": values["max_positions"] - 2,
+        "type_vocab_size": 0,
+        "relative_buckets": keys.get("relative_attention_num_buckets", 32),
+    }
+
+
+def _read_distilbert(keys: _Keys) -> dict[str, Any]:
+    hidden, heads = keys.get("dim", 768), keys.get("n_heads", 12)
+    keys.get("sinusoidal_pos_embds", False)  # the table is stored either way
+    return {
+        "hidden_size": hidden,
+        "num_layers": keys.get("n_layers", 6),
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_size": hidden // heads,
+        "vocab_size": keys.get("vocab_size", 30522),
+        "intermediate_size": keys.get("hidden_dim", 4 * 768),
+        "hidden_act": keys.get("activation", "gelu"),
+        "norm_eps": 1e-12,
+        "max_positions": keys.get("max_position_embeddings", 512),
+        "tie_word_embeddings": True,
+        "attention_scale": (hidden // heads) ** -0.5,
+        "is_causal": False,
+    }
+
+
+def _read_modernbert(keys: _Keys) -> dict[str, Any]:
+    layers, every = keys.need("num_hidden_layers"), keys.get("global_attn_every_n_layers", 3)
+    kinds = keys.get("layer_types", None) or [SLIDING if i % every else FULL for i in range(layers)]
+    # `local_attention` is the whole width; half of it is seen on either side, that far inclusive.
+    thetas = {FULL: keys.get("global_rope_theta", 160_000.0), SLIDING: keys.get("local_rope_theta", 10_000.0)}
+    for key in ("rope_theta", "local_rope_theta", "position_embedding_type", "layer_norm_eps", "sliding_window"):
+        keys.get(key, None)  # written by earlier versions beside the keys that count
+    return {
+        **_decoder(
+            keys,
+            layer_types=tuple(kinds),
+            sliding_window=keys.get("local_attention", 128) // 2 + 1,
+            hidden_act=keys.get("hidden_activation", "gelu"),
+            norm_eps=keys.get("norm_eps", 1e-5),
+            attention_bias=keys.get("attention_bias", False),
+            mlp_bias=keys.get("mlp_bias", False),
+            is_causal=False,
+            thetas=thetas,
+        ),
+        "norm_bias": keys.get("norm_bias", False),
+    }
+
+
+def _read_deberta_v2(keys: _Keys) -> dict[str, Any]:
+    values = _read_bert(keys)
+    values["type_vocab_size"] = keys.get("type_vocab_size", 0)
+    values["norm_eps"] = keys.get("layer_norm_eps", 1e-7)
+    keys.only("embedding_size", values["hidden_size"])
+    kinds = keys.get("pos_att_type", None) or ()
+    buckets, furthest = keys.get("position_buckets", -1), keys.get("max_relative_positions", -1)
+    furthest = furthest if furthest >= 1 else values["max_positions"]
+    relative = keys.get("relative_attention", False)
+    normalize = "layer_norm" in [part.strip() for part in keys.get("norm_rel_ebd", "none").lower().split("|")]
+    values["disentangled"] = DisentangledConfig(
+        span=(buckets if buckets > 0 else furthest) if relative else 0,
+        furthest=furthest,
+        logarithmic=buckets > 0,
+        kinds=tuple(part.strip() for part in kinds.lower().split("|")) if isinstance(kinds, str) else tuple(kinds),
+        share_key=keys.get("share_att_key", False),
+        normalize=normalize,
+        absolute=keys.get("position_biased_input", True),
+        conv_width=keys.get("conv_kernel_size", 0),
+        conv_groups=keys.get("conv_groups", 1),
+        conv_act=keys.get("conv_act", "tanh"),
+    )
+    return values
 
 
 def _read_roberta(keys: _Keys) -> dict[str, Any]:
@@ -415,6 +530,10 @@ _READERS: dict[str, Callable[[_Keys], dict[str, Any]]] = {
     "bert": _read_bert,
     "roberta": _read_roberta,
     "xlm-roberta": _read_roberta,
+    "distilbert": _read_distilbert,
+    "mpnet": _read_mpnet,
+    "modernbert": _read_modernbert,
+    "deberta-v2": _read_deberta_v2,
 }
 
 _DEFAULT_ARCHITECTURES = {
@@ -428,4 +547,8 @@ _DEFAULT_ARCHITECTURES = {
     "bert": "BertModel",
     "roberta": "RobertaModel",
     "xlm-roberta": "XLMRobertaModel",
+    "distilbert": "DistilBertModel",
+    "mpnet": "MPNetModel",
+    "modernbert": "ModernBertModel",
+    "deberta-v2": "DebertaV2Model",
 }

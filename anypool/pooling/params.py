@@ -25,8 +25,6 @@ class PoolingParams:
 
     def __post_init__(self) -> None:
         if self.dimensions is not None and (not is_int(self.dimensions) or self.dimensions < 1):
-            raise InvalidParameterError(
-                f"dimensions={self.dimensions!r} is not a positive integer", param="dimensions"
-            )
+            raise InvalidParameterError(f"dimensions={self.dimensions!r} is not a positive integer", param="dimensions")
         if self.normalize is not None and not isinstance(self.normalize, bool):
             raise InvalidParameterError(f"normalize={self.normalize!r} is not a bool", param="normalize")

@@ -16,7 +16,8 @@ class EmbeddingSize:
     Attributes:
         model: Name of the model, for messages.
         full: Size of the uncut embedding.
-        allowed: The sizes it was trained to be cut to, beside the full one; None where the checkpoint names none, so that any cut is taken.
+        allowed: The sizes it was trained to be cut to, beside the full one; None where the checkpoint names none, so
+            that any cut is taken.
         cuttable: False where the checkpoint says that it must not be cut.
     """
 
@@ -30,7 +31,7 @@ class EmbeddingSize:
         if not self.cuttable and dimensions != self.full:
             supported = str(self.full)
         elif self.allowed is not None:
-            sizes = sorted({*self.allowed, self.full})
+            sizes = sorted({*(size for size in self.allowed if size < self.full), self.full})
             supported = "" if dimensions in sizes else ", ".join(map(str, sizes))
         else:
             supported = "" if 1 <= dimensions <= self.full else f"1 to {self.full}"

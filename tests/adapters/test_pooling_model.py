@@ -149,7 +149,9 @@ def test_a_registered_class_serves_a_checkpoint(tmp_path: Any) -> None:
     )
     hf.LlamaForCausalLM(config).save_pretrained(tmp_path)
     anypool.register_model("MyLlamaForCausalLM", MyLlama)
-    with anypool.LLM(str(tmp_path), hf_overrides={"architectures": ["MyLlamaForCausalLM"]}, use_tqdm_on_load=False) as llm:
+    with anypool.LLM(
+        str(tmp_path), hf_overrides={"architectures": ["MyLlamaForCausalLM"]}, use_tqdm_on_load=False
+    ) as llm:
         assert type(llm.engine.loaded.model).__name__ == "MyLlamaForEmbedding"
         [output] = llm.embed([[1, 2, 3]], use_tqdm=False)
         assert output.outputs.data.shape == (16,)

@@ -119,6 +119,59 @@ ENCODERS = {
     "bert-gelu-new": (hf.BertModel, hf.BertConfig, {"hidden_act": "gelu_new"}),
     "roberta": (hf.RobertaModel, hf.RobertaConfig, {"pad_token_id": 1, "type_vocab_size": 1}),
     "xlm-roberta": (hf.XLMRobertaModel, hf.XLMRobertaConfig, {"pad_token_id": 1, "type_vocab_size": 1}),
+    "distilbert": (
+        hf.DistilBertModel,
+        hf.DistilBertConfig,
+        {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "vocab_size": 120},
+    ),
+    "mpnet": (hf.MPNetModel, hf.MPNetConfig, {"pad_token_id": 1}),
+    "modernbert": (
+        hf.ModernBertModel,
+        hf.ModernBertConfig,
+        {"local_attention": 24, "num_hidden_layers": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+         "cls_token_id": 1, "sep_token_id": 2},
+    ),
+    "modernbert-biases": (
+        hf.ModernBertForMaskedLM,
+        hf.ModernBertConfig,
+        {"attention_bias": True, "mlp_bias": True, "norm_bias": True, "global_attn_every_n_layers": 2,
+         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+    ),
+    "deberta-v3": (
+        hf.DebertaV2Model,
+        hf.DebertaV2Config,
+        {
+            "relative_attention": True,
+            "position_buckets": 16,
+            "norm_rel_ebd": "layer_norm",
+            "share_att_key": True,
+            "pos_att_type": "p2c|c2p",
+            "position_biased_input": False,
+        },
+    ),
+    "deberta-v2-own-projections": (
+        hf.DebertaV2Model,
+        hf.DebertaV2Config,
+        {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 40, "type_vocab_size": 2},
+    ),
+    "deberta-v2-c2p": (
+        hf.DebertaV2Model,
+        hf.DebertaV2Config,
+        {"relative_attention": True, "pos_att_type": ["c2p"], "position_buckets": 16, "share_att_key": True},
+    ),
+    "deberta-v2-conv": (
+        hf.DebertaV2ForMaskedLM,
+        hf.DebertaV2Config,
+        {
+            "relative_attention": True,
+            "position_buckets": 16,
+            "pos_att_type": "p2c|c2p",
+            "share_att_key": True,
+            "conv_kernel_size": 3,
+            "conv_act": "gelu",
+        },
+    ),
+    "deberta-v2-absolute": (hf.DebertaV2Model, hf.DebertaV2Config, {}),
     "xlm-roberta-masked-lm": (hf.XLMRobertaForMaskedLM, hf.XLMRobertaConfig, {"pad_token_id": 1}),
 }
 

@@ -30,8 +30,10 @@ def grouped_attention(
     window: tuple[int, int],
     softcap: float | None,
     sinks_H: torch.Tensor | None,
+    bias_HMM: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attends within each sequence; arguments as for `Attention.__call__`."""
+    assert bias_HMM is None or (window == (-1, -1) and softcap is None and sinks_H is None)
     heads, size = q_THK.shape[1], v_TGK.shape[2]
     out_THK = q_THK.new_empty(q_THK.shape[0], heads, size)
     written_out = softcap is not None or sinks_H is not None
@@ -44,15 +46,21 @@ def grouped_attention(
                 x[rows].unflatten(0, (n, length)).transpose(1, 2) for x in (q_THK, k_TGK, v_TGK)
             )
             out_NLHK = out_THK[rows].unflatten(0, (n, length))
-            for queries, keys, ahead in _blocks(length, window):
+            for queries, keys, plain in _blocks(length, window):
                 q, k, v = q_NHLK[:, :, queries], k_NGLK[:, :, keys], v_NGLK[:, :, keys]
                 if written_out:
-                    mask = _visible(queries, keys, window, q.device)
-                    out = _written_out(q, k, v, mask, scale, softcap, sinks_H)
+                    visible = _visible(queries, keys, window, q.device)
+                    out = _written_out(q, k, v, visible, scale, softcap, sinks_H)
                 else:
-                    mask = None if ahead else _visible(queries, keys, window, q.device)
+                    mask = None if plain else _visible(queries, keys, window, q.device)
                     out = F.scaled_dot_product_attention(
-                        q, k, v, attn_mask=mask, scale=scale, is_causal=ahead and window[1] == 0, enable_gqa=True
+                        q,
+                        k,
+                        v,
+                        attn_mask=mask if bias_HMM is None else bias_HMM[:, queries, keys],
+                        scale=scale,
+                        is_causal=plain and window[1] == 0,
+                        enable_gqa=True,
                     )
                 out_NLHK[:, queries] = out.transpose(1, 2)
     return out_THK

@@ -33,6 +33,7 @@ class Attention:
         attn: AttentionMetadata,
         *,
         sinks_H: torch.Tensor | None = None,
+        bias_HMM: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attends within each sequence.
 
@@ -42,12 +43,21 @@ class Attention:
             v_TGK: `[T, G, K]` values.
             attn: The sequences.
             sinks_H: `[H]` scores that take part in the softmax without a value (gpt-oss), or None.
+            bias_HMM: `[H, M, M]` added to the scores, M the longest sequence; a shorter one has its upper left corner.
 
         Returns:
             `[T, H, K]`.
         """
         return grouped_attention(
-            q_THK, k_TGK, v_TGK, attn, scale=self.scale, window=self.window, softcap=self.softcap, sinks_H=sinks_H
+            q_THK,
+            k_TGK,
+            v_TGK,
+            attn,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            sinks_H=sinks_H,
+            bias_HMM=bias_HMM,
         )
 
 

@@ -31,12 +31,12 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation with weight and bias."""
+    """Layer normalisation with a weight and, mostly, a bias."""
 
-    def __init__(self, size: int, *, eps: float) -> None:
+    def __init__(self, size: int, *, eps: float, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if bias else None
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -14,24 +15,29 @@ from anypool.model_executor.layers.mlp import activation
 from anypool.model_executor.layers.norm import LayerNorm
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import Backbone, refuse_unused
+from anypool.model_executor.weights.loading import Renames
 
 
 class BertEmbeddings(nn.Module):
-    """Word, position and segment embeddings, summed and normalised."""
+    """Word, position and, where the family has them, segment embeddings, summed and normalised."""
 
     def __init__(self, config: ModelConfig, *, position_offset: int = 0) -> None:
         super().__init__()
         self.position_offset = position_offset
         self.word_embeddings = Embedding(config.vocab_size, config.hidden_size)
         self.position_embeddings = Embedding(config.max_positions + position_offset, config.hidden_size)
-        self.token_type_embeddings = Embedding(config.type_vocab_size, config.hidden_size)
+        self.token_type_embeddings = (
+            Embedding(config.type_vocab_size, config.hidden_size) if config.type_vocab_size else None
+        )
         self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
 
     def forward(
         self, words_TD: torch.Tensor, positions_T: torch.Tensor, token_type_ids_T: torch.Tensor | None
     ) -> torch.Tensor:
         x_TD = words_TD + self.position_embeddings(positions_T + self.position_offset)
-        if token_type_ids_T is None:
+        if self.token_type_embeddings is None:
+            refuse_unused(token_type_ids_T=token_type_ids_T)
+        elif token_type_ids_T is None:
             x_TD = x_TD + self.token_type_embeddings.weight[0]
         else:
             x_TD = x_TD + self.token_type_embeddings(token_type_ids_T)
@@ -51,9 +57,12 @@ class BertAttention(nn.Module):
         self.norm = LayerNorm(size, eps=config.norm_eps)
         self.attend = Attention(scale=config.attention_scale)
 
-    def forward(self, x_TD: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
+    def forward(
+        self, x_TD: torch.Tensor, attn: AttentionMetadata, bias_HMM: torch.Tensor | None = None
+    ) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv_proj(x_TD).chunk(3, dim=-1))
-        out_TD: torch.Tensor = self.norm(self.o_proj(self.attend(q, k, v, attn).flatten(1)) + x_TD)
+        attended_TD = self.attend(q, k, v, attn, bias_HMM=bias_HMM).flatten(1)
+        out_TD: torch.Tensor = self.norm(self.o_proj(attended_TD) + x_TD)
         return out_TD
 
 
@@ -68,8 +77,10 @@ class BertLayer(nn.Module):
         self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.act = activation(config.hidden_act)
 
-    def forward(self, x_TD: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
-        x_TD = self.attention(x_TD, attn)
+    def forward(
+        self, x_TD: torch.Tensor, attn: AttentionMetadata, bias_HMM: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x_TD = self.attention(x_TD, attn, bias_HMM)
         out_TD: torch.Tensor = self.norm(self.down_proj(self.act(self.up_proj(x_TD))) + x_TD)
         return out_TD
 
@@ -79,7 +90,7 @@ class BertModel(Backbone):
 
     attn_type = "encoder_only"
     default_pooling_type = "MEAN"
-    checkpoint_renames = (
+    checkpoint_renames: ClassVar[Renames] = (
         (r"^(bert|roberta)\.", ""),
         (r"\.LayerNorm\.gamma$", ".LayerNorm.weight"),
         (r"\.LayerNorm\.beta$", ".LayerNorm.bias"),
@@ -92,7 +103,7 @@ class BertModel(Backbone):
         (r"\.output\.LayerNorm\.", ".norm."),
         (r"^embeddings\.LayerNorm\.", "embeddings.norm."),
     )
-    ignored_checkpoint_names = (r"(^|\.)pooler\.", r"embeddings\.position_ids$", r"^cls\.", r"^lm_head\.")
+    ignored_checkpoint_names: ClassVar[Sequence[str]] = (r"(^|\.)pooler\.", r"embeddings\.position_ids$", r"^cls\.", r"^lm_head\.")
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -104,6 +115,10 @@ class BertModel(Backbone):
     def position_offset(config: ModelConfig) -> int:
         """The row of the position table that holds the first token's position."""
         return 0
+
+    def attention_bias(self, attn: AttentionMetadata) -> torch.Tensor | None:
+        """`[H, M, M]` added to every layer's scores, M the longest sequence; BERT has none."""
+        return None
 
     def forward(
         self,
@@ -119,7 +134,8 @@ class BertModel(Backbone):
         refuse_unused(intermediate=intermediate, output_layers=tuple(output_layers))
         if inputs_embeds_TD is None:
             inputs_embeds_TD = self.embeddings.word_embeddings(input_ids_T)
-        x_TD = self.embeddings(inputs_embeds_TD, positions_T, token_type_ids_T)
+        x_TD: torch.Tensor = self.embeddings(inputs_embeds_TD, positions_T, token_type_ids_T)
+        bias_HMM = self.attention_bias(attn)
         for layer in self.layers:
-            x_TD = layer(x_TD, attn)
+            x_TD = layer(x_TD, attn, bias_HMM)
         return x_TD

@@ -48,11 +48,10 @@ class DecoderStyle:
 class DecoderAttention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
-    def __init__(self, config: ModelConfig, style: DecoderStyle, layer: int) -> None:
+    def __init__(self, config: ModelConfig, style: DecoderStyle, kind: str) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_size = config.num_heads, config.num_kv_heads, config.head_size
         self.q_size, self.kv_size = self.heads * self.head_size, self.kv_heads * self.head_size
-        self.kind = config.layer_types[layer]
         self.qkv_proj = Linear(
             config.hidden_size,
             {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size},
@@ -66,7 +65,7 @@ class DecoderAttention(nn.Module):
         self.attend = Attention(
             scale=config.attention_scale,
             window=window_of(
-                causal=config.is_causal, sliding=config.sliding_window if self.kind == SLIDING else None
+                causal=config.is_causal, sliding=config.sliding_window if kind == SLIDING else None
             ),
             softcap=config.attention_softcap,
         )
@@ -86,10 +85,10 @@ class DecoderAttention(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each normalised before, and after as well in a sandwich."""
 
-    def __init__(self, config: ModelConfig, style: DecoderStyle, layer: int) -> None:
+    def __init__(self, config: ModelConfig, style: DecoderStyle, kind: str) -> None:
         super().__init__()
         self.sandwich = style.sandwich_norm
-        self.self_attn = DecoderAttention(config, style, layer)
+        self.self_attn = DecoderAttention(config, style, kind)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, act=config.hidden_act, bias=config.mlp_bias)
         self.input_layernorm = style.norm(config.hidden_size, config)
         self.post_attention_layernorm = style.norm(config.hidden_size, config)
@@ -101,9 +100,11 @@ class DecoderLayer(nn.Module):
         attended_TD = self.self_attn(self.input_layernorm(x_TD), rotary, attn)
         if self.sandwich:
             x_TD = x_TD + self.post_attention_layernorm(attended_TD)
-            return x_TD + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x_TD)))
-        x_TD = x_TD + attended_TD
-        out_TD: torch.Tensor = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+            fed_TD = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x_TD)))
+        else:
+            x_TD = x_TD + attended_TD
+            fed_TD = self.mlp(self.post_attention_layernorm(x_TD))
+        out_TD: torch.Tensor = x_TD + fed_TD
         return out_TD
 
 
@@ -114,7 +115,8 @@ class DecoderModel(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.embed_scale = config.hidden_size**0.5 if style.scale_embedding else None
-        self.layers = nn.ModuleList(DecoderLayer(config, style, i) for i in range(config.num_layers))
+        self.layer_types = config.layer_types
+        self.layers = nn.ModuleList(DecoderLayer(config, style, kind) for kind in config.layer_types)
         self.norm = style.norm(config.hidden_size, config)
         self.rotary = {kind: Rotary(rope) for kind, rope in config.rope.items()}
 
@@ -125,8 +127,8 @@ class DecoderModel(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, positions_T: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
         rotary = {kind: turn(positions_T, attn.lengths, x_TD.dtype) for kind, turn in self.rotary.items()}
-        for layer in self.layers:
-            x_TD = layer(x_TD, rotary[layer.self_attn.kind], attn)
+        for kind, layer in zip(self.layer_types, self.layers, strict=True):
+            x_TD = layer(x_TD, rotary[kind], attn)
         out_TD: torch.Tensor = self.norm(x_TD)
         return out_TD
 
@@ -169,7 +171,7 @@ class DecoderForCausalLM(Backbone):
 
     def compute_logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """`[T, V]` logits of the next token."""
-        logits_TV = (
+        logits_TV: torch.Tensor = (
             F.linear(hidden_TD, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden_TD)
         )
         cap = self.config.final_softcap

@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -70,7 +70,7 @@ def packed_attention(
 class TransformersModel(Backbone):
     """An encoder, or a base model without an LM head."""
 
-    attn_type = "encoder_only"
+    attn_type: ClassVar[Literal["decoder", "encoder_only"]] = "encoder_only"
     default_pooling_type = "MEAN"
 
     def __init__(self, config: ModelConfig) -> None:
@@ -95,7 +95,7 @@ class TransformersModel(Backbone):
                 repository.folder,
                 config=hf_config,
                 dtype=dtype,
-                attn_implementation=_eager_first(self.config),
+                attn_implementation=ATTENTION,
                 output_loading_info=True,
                 trust_remote_code=self.config.trust_remote_code,
                 **gguf,
@@ -187,11 +187,6 @@ def _hf_config(config: ModelConfig, repository: Repository) -> Any:
     return AutoConfig.for_model(**config.raw).get_text_config()
 
 
-def _eager_first(config: ModelConfig) -> str:
-    """The module is loaded with our attention; a class without the interface says so by refusing the name."""
-    return ATTENTION
-
-
 def _position_offset(model: Any) -> int:
     """RoBERTa-like embeddings number positions from the padding id + 1, and expect explicit positions to do so."""
     embeddings = getattr(model, "embeddings", None)
@@ -238,12 +233,13 @@ def _refusal(config: ModelConfig, reason: str) -> UnsupportedArchitectureError:
 def _progress(shown: bool) -> Iterator[None]:
     from transformers.utils import logging
 
+    switches: dict[bool, Any] = {True: logging.enable_progress_bar, False: logging.disable_progress_bar}
     was_shown = logging.is_progress_bar_enabled()
-    (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
+    switches[shown]()
     try:
         yield
     finally:
-        (logging.enable_progress_bar if was_shown else logging.disable_progress_bar)()
+        switches[was_shown]()
 
 
 @torch.inference_mode()
@@ -276,10 +272,11 @@ def _probe(backbone: TransformersModel, device: torch.device) -> None:
         )
     finally:
         model.set_attn_implementation(ATTENTION)
-    error = ((packed_TD - alone_TD).float().norm(dim=-1) / alone_TD.float().norm(dim=-1).clamp_min(1e-6)).max().item()
+    differences_T = (packed_TD - alone_TD).float().norm(dim=-1)
+    worst = (differences_T / alone_TD.float().norm(dim=-1).clamp_min(1e-6)).max().item()
     tolerance = 1e-3 if packed_TD.dtype == torch.float32 else 0.1
-    if not error <= tolerance:
-        raise _refusal(config, f"packed and unpacked hidden states differ by {error:.1e} of their length")
+    if not worst <= tolerance:
+        raise _refusal(config, f"packed and unpacked hidden states differ by {worst:.1e} of their length")
 
 
 def _probe_length(config: ModelConfig, model: Any) -> int:

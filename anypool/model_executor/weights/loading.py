@@ -39,7 +39,9 @@ def materialize(model: nn.Module, *, device: torch.device, dtype: torch.dtype) -
     """Gives memory to every meta parameter of a model, uninitialised. Parameters already in memory are moved."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            data = torch.empty_like(parameter, device=device, dtype=dtype) if parameter.is_meta else parameter.to(device)
+            data = (
+                torch.empty_like(parameter, device=device, dtype=dtype) if parameter.is_meta else parameter.to(device)
+            )
             setattr(module, name, nn.Parameter(data, requires_grad=False))
         for name, buffer in module.named_buffers(recurse=False):
             assert not buffer.is_meta, f"buffer {name} of {type(module).__name__} has no values"
@@ -51,13 +53,13 @@ def slots_of(model: nn.Module) -> dict[str, Slot]:
     slots: dict[str, Slot] = {}
     for prefix, module in model.named_modules():
         base = f"{prefix}." if prefix else ""
-        fused = isinstance(module, Linear) and module.parts
+        parts = module.parts if isinstance(module, Linear) else {}
         for name, parameter in module.named_parameters(recurse=False):
-            if not fused:
+            if not parts:
                 slots[base + name] = Slot(parameter, 0, tuple(parameter.shape))
                 continue
             start, parent = 0, base[: -len(prefix.rsplit(".", 1)[-1]) - 1]
-            for part, size in module.parts.items():  # type: ignore[union-attr]
+            for part, size in parts.items():
                 slots[f"{parent}{part}.{name}"] = Slot(parameter, start, (size, *parameter.shape[1:]))
                 start += size
     return slots

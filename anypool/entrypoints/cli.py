@@ -1,0 +1,111 @@
+"""The command line: `anypool embed`, `anypool serve`, `anypool info`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import anypool
+from anypool.config import EngineConfig
+from anypool.engine.engine import Engine
+from anypool.entrypoints import cli_embed, cli_info
+from anypool.entrypoints.cli_flags import add_engine_flags, engine_arguments
+from anypool.errors import AnypoolError
+
+_USERS_ERROR = 2
+# What a shell reports for a program that a signal ended: 128 and its number.
+_INTERRUPTED = 128 + signal.SIGINT
+_BROKEN_PIPE = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        argv: Its arguments; None for those of the process.
+
+    Returns:
+        The exit code: 0, 2 for an error of the user's, 130 after an interrupt.
+    """
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO, stream=sys.stderr)
+    arguments = build_parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+        return code
+    except BrokenPipeError:  # whoever read our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    except (AnypoolError, OSError) as error:
+        print(f"anypool: error: {_one_line(error)}", file=sys.stderr)
+        return _USERS_ERROR
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command."""
+    parser = argparse.ArgumentParser(
+        prog="anypool", description="Embeddings from any language model.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"anypool {anypool.__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    cli_embed.add_command(_command(commands, "embed", "embed texts, from the arguments or a file"))
+    _add_serve(_command(commands, "serve", "serve a model over HTTP, as OpenAI's API does"))
+    cli_info.add_command(_command(commands, "info", "show what a model is, how it is pooled, and who says so"))
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+    parser.add_argument("model", metavar="MODEL", help="a folder, a .gguf file or a hub id")
+    return parser
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 for a free one (default: 8000)")
+    parser.add_argument(
+        "--drain-timeout",
+        type=int,
+        default=30,
+        metavar="SECONDS",
+        help="how long running requests may take to finish after SIGTERM (default: 30)",
+    )
+    add_engine_flags(parser)
+    parser.set_defaults(run=_serve)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from anypool.entrypoints.serve.server import bind, serve  # imports fastapi, which is optional
+
+    config = EngineConfig.from_kwargs(model=arguments.model, **engine_arguments(arguments))
+    with bind(arguments.host, arguments.port) as sock, _ending_at_sigterm():
+        engine = Engine(config)
+        try:
+            serve(engine, sock, drain_timeout_s=arguments.drain_timeout)
+        finally:
+            engine.close()
+    return 0
+
+
+@contextmanager
+def _ending_at_sigterm() -> Iterator[None]:
+    """Exits with 0 at SIGTERM. uvicorn drains at it first, and raises it again when that is done."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())

@@ -1,0 +1,56 @@
+"""Command line flags from the fields of `EngineConfig`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import types
+import typing
+from typing import Any, Union
+
+from anypool.config import EngineConfig
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds a flag for each field but `model`, which is positional. Flags that are not given leave no trace."""
+    group = parser.add_argument_group("engine")
+    hints = typing.get_type_hints(EngineConfig)
+    for field in dataclasses.fields(EngineConfig):
+        if field.name != "model":
+            group.add_argument(f"--{field.name.replace('_', '-')}", **_argument(field, hints[field.name]))
+
+
+def engine_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The engine arguments that were given, `model` left out."""
+    names = {field.name for field in dataclasses.fields(EngineConfig)} - {"model"}
+    return {name: value for name, value in vars(arguments).items() if name in names}
+
+
+def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    text = field.metadata["help"].replace("%", "%%")
+    if hint is bool:
+        action = argparse.BooleanOptionalAction if field.default else "store_true"
+        return {"action": action, "default": argparse.SUPPRESS, "help": text}
+    if field.default is not None:
+        text += f" (default: {field.default})"
+    kind = _without_none(hint)
+    kinds = {int: (int, "N"), str: (str, "TEXT")}
+    convert, metavar = kinds.get(kind, (_json_object, "JSON"))
+    return {"type": convert, "metavar": metavar, "default": argparse.SUPPRESS, "help": text}
+
+
+def _without_none(hint: Any) -> Any:
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return next(kind for kind in typing.get_args(hint) if kind is not types.NoneType)
+    return hint
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value

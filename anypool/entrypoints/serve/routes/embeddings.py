@@ -1,0 +1,60 @@
+"""`POST /v1/embeddings`."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request, Response
+
+from anypool.engine.engine import Engine
+from anypool.engine.request import Request as EngineRequest
+from anypool.entrypoints.serve.body import parse_body, read_body
+from anypool.entrypoints.serve.disconnect import unless_gone
+from anypool.entrypoints.serve.encoding import encode_embeddings
+from anypool.entrypoints.serve.http_errors import ERROR_RESPONSES
+from anypool.entrypoints.serve.routes.models import check_model
+from anypool.entrypoints.serve.schemas.embeddings import EmbeddingRequest, EmbeddingResponse
+from anypool.pooling.tasks import PoolingTask
+
+router = APIRouter()
+
+# Fewer numbers than this are encoded faster than a thread is asked to.
+_INLINE_NUMBERS = 16_384
+
+_REQUEST_BODY = {
+    "required": True,
+    "content": {"application/json": {"schema": EmbeddingRequest.model_json_schema()}},
+}
+
+
+@router.post(
+    "/v1/embeddings",
+    responses={200: {"model": EmbeddingResponse}, **ERROR_RESPONSES},
+    openapi_extra={"requestBody": _REQUEST_BODY},
+)
+async def create_embeddings(http: Request) -> Response:
+    """Embeds texts or token ids."""
+    body = await read_body(http, http.app.state.max_body_bytes)
+    content = await unless_gone(http, _embed(http.app.state.engine, body))
+    return Response(content, media_type="application/json")
+
+
+async def _embed(engine: Engine, body: bytes) -> bytes:
+    asked, requests = await asyncio.to_thread(_prepare, engine, body)
+    try:
+        engine.submit(requests, bounded=True)
+        vectors_E = await asyncio.gather(*(asyncio.wrap_future(request.future) for request in requests))
+    finally:
+        for request in requests:  # after an error, or when the client is gone, nobody wants the rest
+            request.future.cancel()
+    model = engine.config.served_model_name or engine.config.model
+    arguments = {"model": model, "encoding_format": asked.encoding_format}
+    if sum(vector_E.numel() for vector_E in vectors_E) <= _INLINE_NUMBERS:
+        return encode_embeddings(requests, vectors_E, **arguments)
+    return await asyncio.to_thread(encode_embeddings, requests, vectors_E, **arguments)
+
+
+def _prepare(engine: Engine, body: bytes) -> tuple[EmbeddingRequest, list[EngineRequest]]:
+    asked = parse_body(body, EmbeddingRequest)
+    check_model(engine, asked.model)
+    return asked, engine.prepare(asked.input, PoolingTask.EMBED, asked.pooling_params, asked.prompt_options)

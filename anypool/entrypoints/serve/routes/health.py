@@ -1,0 +1,33 @@
+"""`GET /health`, `/ping` and `/version`. They ask nothing of the device thread, so they answer while it is busy."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+
+import anypool
+from anypool.engine.engine import Engine
+from anypool.entrypoints.serve.http_errors import ERROR_RESPONSES
+from anypool.errors import EngineDeadError
+
+router = APIRouter()
+
+
+@router.get("/health", responses=ERROR_RESPONSES)
+async def health(http: Request) -> dict[str, str]:
+    """Whether requests are served: 200 or 503."""
+    engine: Engine = http.app.state.engine
+    if not engine.is_alive:
+        raise EngineDeadError("the engine has stopped: restart the server")
+    return {"status": "ok"}
+
+
+@router.get("/ping", responses=ERROR_RESPONSES)
+async def ping(http: Request) -> dict[str, str]:
+    """The same as `/health`, under the name that SageMaker asks for."""
+    return await health(http)
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """The version of anypool."""
+    return {"version": anypool.__version__}

@@ -1,0 +1,89 @@
+"""Smaller embeddings, with the formulas of sentence-transformers' `quantize_embeddings`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from anypool.errors import InvalidParameterError
+
+PRECISIONS = ("float32", "float16", "int8", "uint8", "binary", "ubinary")
+
+Embeddings = NDArray[Any] | torch.Tensor | Sequence[NDArray[Any]] | Sequence[torch.Tensor]
+
+
+def quantize_embeddings(
+    embeddings: Embeddings,
+    precision: str,
+    *,
+    ranges: NDArray[Any] | torch.Tensor | None = None,
+    calibration_embeddings: Embeddings | None = None,
+) -> NDArray[Any]:
+    """Stores embeddings in fewer bytes.
+
+    int8 and uint8 cut each dimension's range into 256 steps: `floor((x - low) / ((high - low) / 255))`, clipped to
+    0..255, and shifted by -128 for int8. binary and ubinary keep one bit per dimension, 1 where x > 0, eight to a byte
+    with the first dimension in the highest bit; binary shifts the byte by -128.
+
+    Args:
+        embeddings: `[N, E]`, float.
+        precision: One of `PRECISIONS`.
+        ranges: `[2, E]` lowest and highest value per dimension, for int8 and uint8.
+        calibration_embeddings: `[M, E]` from which the ranges are taken where none are given.
+
+    Returns:
+        `[N, E]`; for binary and ubinary `[N, ceil(E / 8)]`.
+
+    Raises:
+        InvalidParameterError: The precision is unknown, shapes do not fit, or int8 has nothing to take ranges from.
+    """
+    rows_NE = _matrix(embeddings, "embeddings")
+    if precision in ("float32", "float16"):
+        return rows_NE.astype(precision)
+    if precision in ("int8", "uint8"):
+        low_E, step_E = _steps(rows_NE, precision, ranges, calibration_embeddings)
+        levels_NE = np.clip(np.floor((rows_NE - low_E) / step_E), 0, 255)
+        return levels_NE.astype(np.uint8) if precision == "uint8" else (levels_NE - 128).astype(np.int8)
+    if precision in ("binary", "ubinary"):
+        bytes_NB = np.packbits(rows_NE > 0, axis=-1)
+        return bytes_NB if precision == "ubinary" else (bytes_NB.astype(np.int16) - 128).astype(np.int8)
+    raise InvalidParameterError(
+        f"precision={precision!r} is unknown; known: {', '.join(PRECISIONS)}", param="precision"
+    )
+
+
+def _steps(
+    rows_NE: NDArray[Any], precision: str, ranges: Any, calibration: Embeddings | None
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    if ranges is None:
+        source = rows_NE if calibration is None else _matrix(calibration, "calibration_embeddings")
+        if calibration is None and len(source) < 2:
+            raise InvalidParameterError(
+                f"precision={precision!r} cannot take its ranges from {len(source)} embedding: "
+                "pass ranges= or calibration_embeddings=",
+                param="precision",
+            )
+        ranges = np.stack([source.min(axis=0), source.max(axis=0)])
+    ranges_2E = np.asarray(ranges, dtype=np.float32)
+    if ranges_2E.shape != (2, rows_NE.shape[1]):
+        raise InvalidParameterError(
+            f"ranges have the shape {list(ranges_2E.shape)}; embeddings of {rows_NE.shape[1]} dimensions need "
+            f"[2, {rows_NE.shape[1]}]",
+            param="ranges",
+        )
+    step_E = (ranges_2E[1] - ranges_2E[0]) / 255
+    return ranges_2E[0], np.where(step_E == 0, 1, step_E)
+
+
+def _matrix(embeddings: Any, name: str) -> NDArray[Any]:
+    rows = [row.float().cpu().numpy() if isinstance(row, torch.Tensor) else np.asarray(row) for row in embeddings]
+    matrix = np.stack(rows) if rows else np.zeros((0, 0), dtype=np.float32)
+    if matrix.ndim != 2 or not np.issubdtype(matrix.dtype, np.floating):
+        raise InvalidParameterError(
+            f"{name} must be a matrix of floats, one row each; got shape {list(matrix.shape)}, {matrix.dtype}", param=name
+        )
+    return matrix

@@ -1,0 +1,28 @@
+"""What all tests share: nothing is downloaded, and what needs a GPU is skipped where there is none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+NETWORK = os.environ.get("ANYPOOL_NETWORK_TESTS") == "1"
+if not NETWORK:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
+        if item.get_closest_marker("network") and not NETWORK:
+            item.add_marker(pytest.mark.skip(reason="set ANYPOOL_NETWORK_TESTS=1 to download"))
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return Path(__file__).parents[1]

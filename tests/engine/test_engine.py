@@ -1,0 +1,270 @@
+"""Every accepted request gets its result or its error, whatever happens to the others and to the engine."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, wait
+from typing import Any
+
+import pytest
+import torch
+
+from anypool import LLM, EngineConfig
+from anypool.engine.engine import Engine
+from anypool.engine.request import Request
+from anypool.errors import EngineDeadError, EngineError, NonFiniteResultError, OverloadedError
+from anypool.pooling.tasks import PoolingTask
+from tests.helpers import assert_close, loaded, tiny_bert, vectors
+
+MARKER = 77
+
+
+class Gate:
+    """Holds the device thread inside the model until it is opened."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.entered, self.opened = threading.Event(), threading.Event()
+        self._hook = model.register_forward_pre_hook(self._hold)
+
+    def _hold(self, *_: Any) -> None:
+        self.entered.set()
+        assert self.opened.wait(30)
+
+    def open(self) -> None:
+        self.opened.set()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    config = EngineConfig(model=str(tiny_bert()), device="cpu", max_queued_tokens=10, use_tqdm_on_load=False)
+    engine = Engine(config)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def gate(engine: Engine) -> Iterator[Gate]:
+    gate = Gate(engine.loaded.model)
+    yield gate
+    gate.open()
+
+
+def prepare(engine: Engine, *prompts: list[int]) -> list[Request]:
+    return engine.prepare(prompts, PoolingTask.EMBED)
+
+
+def ids(count: int = 3, token: int = 20) -> list[int]:
+    return [2, *[token] * count, 3]
+
+
+def raise_for_marker(model: torch.nn.Module, error: BaseException) -> None:
+    def hook(_: Any, args: tuple[torch.Tensor, ...]) -> None:
+        if (args[0] == MARKER).any():
+            raise error
+
+    model.register_forward_pre_hook(hook)
+
+
+# One bad request
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), ValueError("boom"), MemoryError("boom")], ids=repr)
+def test_a_request_that_makes_the_model_raise_fails_alone(engine: Engine, error: Exception) -> None:
+    clean = prepare(engine, *[ids(n) for n in range(1, 20)])
+    engine.submit(clean)
+    expected = [request.future.result(30) for request in clean]
+    raise_for_marker(engine.loaded.model, error)
+    requests = prepare(engine, *[ids(n, MARKER if n == 7 else 20) for n in range(1, 20)])
+    engine.submit(requests)
+    wait([request.future for request in requests], timeout=30)
+    for n, (request, vector) in enumerate(zip(requests, expected, strict=True), start=1):
+        if n == 7:
+            with pytest.raises(EngineError, match=f"request {request.request_id}: the model raised .*boom") as caught:
+                request.future.result(30)
+            assert caught.value.__cause__ is error
+        else:
+            assert_close(request.future.result(30), vector, atol=1e-6)
+    assert engine.is_alive
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_result_that_is_not_finite_fails_alone(engine: Engine, value: float) -> None:
+    def hook(_: Any, args: tuple[torch.Tensor, ...], hidden_TD: torch.Tensor) -> torch.Tensor:
+        return hidden_TD.masked_fill((args[0] == MARKER)[:, None], value)
+
+    engine.loaded.model.register_forward_hook(hook)
+    good, bad, other = prepare(engine, ids(), ids(token=MARKER), ids(5))
+    engine.submit([good, bad, other])
+    with pytest.raises(NonFiniteResultError, match=f"request {bad.request_id}: the model gave NaN or infinity"):
+        bad.future.result(30)
+    assert good.future.result(30).isfinite().all()
+    assert other.future.result(30).isfinite().all()
+
+
+def test_a_call_with_a_bad_prompt_raises_and_gives_up_the_others() -> None:
+    with loaded(tiny_bert()) as llm:
+        raise_for_marker(llm.engine.loaded.model, RuntimeError("boom"))
+        with pytest.raises(EngineError, match="boom"):
+            vectors(llm, [ids(), ids(token=MARKER), ids()])
+        assert vectors(llm, [ids()]).isfinite().all()
+
+
+# Cancelling
+
+
+def test_a_cancelled_request_is_not_run(engine: Engine, gate: Gate) -> None:
+    ran: list[int] = []
+    engine.loaded.model.register_forward_pre_hook(lambda _, args: ran.extend(args[0].tolist()))
+    first, cancelled, last = prepare(engine, ids(), ids(token=MARKER), ids(token=30))
+    engine.submit([first])
+    assert gate.entered.wait(30)
+    engine.submit([cancelled, last])
+    assert cancelled.future.cancel()
+    assert not first.future.cancel(), "it is running"
+    gate.open()
+    assert last.future.result(30).shape == first.future.result(30).shape
+    assert MARKER not in ran
+    with pytest.raises(CancelledError):
+        cancelled.future.result(30)
+
+
+def test_an_engine_whose_requests_are_all_cancelled_goes_on(engine: Engine, gate: Gate) -> None:
+    first, *rest = prepare(engine, *[ids()] * 5)
+    engine.submit([first])
+    assert gate.entered.wait(30)
+    engine.submit(rest)
+    assert all(request.future.cancel() for request in rest)
+    gate.open()
+    first.future.result(30)
+    [after] = prepare(engine, ids())
+    engine.submit([after])
+    after.future.result(30)
+
+
+# A full queue
+
+
+def test_a_full_queue_refuses_only_bounded_requests(engine: Engine, gate: Gate) -> None:
+    first, second, third, fourth = prepare(engine, ids(), ids(), ids(6), ids())
+    engine.submit([first], bounded=True)
+    assert gate.entered.wait(30)
+    engine.submit([second], bounded=True)
+    with pytest.raises(OverloadedError, match="5 tokens are waiting, and the queue takes 10") as caught:
+        engine.submit([third], bounded=True)
+    assert caught.value.retry_after_s > 0
+    engine.submit([third, fourth])
+    gate.open()
+    for request in (first, second, third, fourth):
+        request.future.result(30)
+
+
+def test_a_request_larger_than_the_queue_is_taken_when_the_queue_is_empty(engine: Engine) -> None:
+    [long] = prepare(engine, ids(30))
+    engine.submit([long], bounded=True)
+    long.future.result(30)
+
+
+# The end
+
+
+def test_close_finishes_what_runs_and_fails_what_waits(engine: Engine, gate: Gate) -> None:
+    running, waiting, cancelled = prepare(engine, ids(), ids(), ids())
+    engine.submit([running])
+    assert gate.entered.wait(30)
+    engine.submit([waiting, cancelled])
+    cancelled.future.cancel()
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    gate.open()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert running.future.result(30).isfinite().all()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        waiting.future.result(30)
+    assert cancelled.future.cancelled()
+    assert not engine.is_alive
+
+
+def test_a_closed_engine_takes_no_requests(engine: Engine) -> None:
+    requests = prepare(engine, ids())
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineDeadError, match="the engine is shut down"):
+        engine.submit(requests)
+
+
+def test_a_closed_llm_says_so() -> None:
+    with loaded(tiny_bert()) as llm:
+        pass
+    with pytest.raises(EngineDeadError, match="the engine is shut down"):
+        llm.embed("cat", use_tqdm=False)
+
+
+def test_a_dead_device_thread_fails_what_runs_what_waits_and_what_comes(
+    engine: Engine, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    running, neighbour, waiting, late = prepare(engine, ids(token=MARKER), ids(), ids(), ids())
+    raise_for_marker(engine.loaded.model, SystemExit("killed"))
+    engine.submit([running, neighbour])
+    assert gate.entered.wait(30)
+    engine.submit([waiting])
+    with caplog.at_level(logging.ERROR):
+        gate.open()
+        for request in (running, neighbour, waiting):
+            with pytest.raises(EngineDeadError, match=r"the device thread died: SystemExit\('killed'\)"):
+                request.future.result(30)
+    assert "the device thread died" in caplog.text
+    engine._thread.join(30)
+    assert not engine.is_alive
+    with pytest.raises(EngineDeadError, match="the device thread died"):
+        engine.submit([late])
+
+
+def test_the_engine_survives_many_threads_that_submit_and_cancel(engine: Engine) -> None:
+    prompts = [ids(n % 9 + 1) for n in range(40)]
+    expected = {len(p): r for p, r in zip(prompts, _run(engine, prompts), strict=True)}
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            requests = prepare(engine, *prompts)
+            engine.submit(requests)
+            for index, request in enumerate(requests):
+                if (index + seed) % 5 == 0 and request.future.cancel():
+                    continue
+                assert_close(request.future.result(30), expected[len(request)], atol=1e-6)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    assert not any(thread.is_alive() for thread in threads)
+    assert len(engine._scheduler) == 0
+
+
+def _run(engine: Engine, prompts: list[list[int]]) -> list[torch.Tensor]:
+    requests = prepare(engine, *prompts)
+    engine.submit(requests)
+    return [request.future.result(30) for request in requests]
+
+
+def test_results_come_in_the_order_of_the_prompts_across_batches() -> None:
+    prompts = [ids(n % 13 + 1, 20 + n % 7) for n in range(60)]
+    with loaded(tiny_bert(), max_num_batched_tokens=16, max_num_seqs=3) as small, loaded(tiny_bert()) as large:
+        assert_close(vectors(small, prompts), vectors(large, prompts), atol=1e-6)
+        [output] = small.embed([ids(50)], use_tqdm=False)  # more tokens than a batch may have
+        assert len(output.prompt_token_ids) == 52
+
+
+def test_an_llm_that_is_dropped_stops_its_thread() -> None:
+    llm = LLM(tiny_bert(), device="cpu", use_tqdm_on_load=False)
+    thread = llm.engine._thread
+    del llm
+    thread.join(30)
+    assert not thread.is_alive()

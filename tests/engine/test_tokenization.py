@@ -1,0 +1,125 @@
+"""Token ids are those of transformers' tokenizer, and truncation keeps what stands around the text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from anypool.engine.tokenization import Tokenizer, truncate
+from anypool.errors import CheckpointFormatError, InvalidPromptError
+from anypool.model_executor.weights.repository import Repository
+from tests.helpers import RAGGED, byte_tokenizer, copy_of, edit_json, new_folder, tiny_bert, wordpiece_tokenizer
+
+TEXTS = [*RAGGED, "", " ", "ü 🦊\n\x00 [CLS] </s>"]
+
+TEMPLATES = {
+    "$A": ([], []),
+    "<s> $A": ([1], []),
+    "$A </s>": ([], [2]),
+    "<s> $A </s>": ([1], [2]),
+    "<s> <s> $A </s> </s>": ([1, 1], [2, 2]),
+}
+
+
+def saved(tokenizer: Any) -> Path:
+    folder = new_folder("tokenizer")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, **options: Any) -> Tokenizer:
+    return Tokenizer.load(Repository.open(str(folder)), **options)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_special_tokens_around_a_text_are_found(template: str) -> None:
+    tokenizer = load(saved(byte_tokenizer(template)))
+    assert (tokenizer.prefix_ids, tokenizer.suffix_ids) == TEMPLATES[template]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("limit", [4, 5, 12])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_truncation_equals_that_of_transformers(template: str, limit: int, side: str) -> None:
+    folder = saved(byte_tokenizer(template, truncation_side=side))
+    theirs, ours = AutoTokenizer.from_pretrained(folder), load(folder)
+    assert ours.truncation_side == side
+    for text, ids in zip(TEXTS, ours.encode(TEXTS), strict=True):
+        assert ids == theirs(text)["input_ids"]
+        cut = truncate(ids, limit, side=side, prefix=ours.prefix_ids, suffix=ours.suffix_ids)
+        assert cut == theirs(text, truncation=True, max_length=limit)["input_ids"]
+
+
+def test_wordpiece_ids_equal_those_of_transformers() -> None:
+    folder = saved(wordpiece_tokenizer())
+    assert load(folder).encode(TEXTS) == AutoTokenizer.from_pretrained(folder)(TEXTS)["input_ids"]
+
+
+ids = st.lists(st.integers(10, 20), max_size=12)
+ends = st.lists(st.integers(1, 3), max_size=2)
+
+
+@given(prefix=ends, suffix=ends, body=ids, limit=st.integers(1, 16), side=st.sampled_from(["left", "right"]))
+def test_truncated_ids_keep_both_ends_and_one_end_of_the_body(
+    prefix: list[int], suffix: list[int], body: list[int], limit: int, side: str
+) -> None:
+    whole = prefix + body + suffix
+    if limit < len(prefix) + len(suffix) and len(whole) > limit:
+        with pytest.raises(InvalidPromptError, match="leaves no room"):
+            truncate(whole, limit, side=side, prefix=prefix, suffix=suffix)
+        return
+    room = max(0, limit - len(prefix) - len(suffix))
+    kept = body[:room] if side == "right" else body[max(0, len(body) - room) :]
+    assert truncate(whole, limit, side=side, prefix=prefix, suffix=suffix) == prefix + kept + suffix
+
+
+def test_ids_without_the_special_tokens_are_cut_as_they_are() -> None:
+    body = list(range(10, 20))
+    assert truncate(body, 4, side="right", prefix=[1], suffix=[2]) == [10, 11, 12, 13]
+    assert truncate(body, 4, side="left", prefix=[1], suffix=[2]) == [16, 17, 18, 19]
+    assert truncate([*body, 2], 4, side="left", prefix=[1], suffix=[2]) == [17, 18, 19, 2]
+
+
+def test_the_length_of_a_prompt_leaves_out_a_special_token_at_its_end() -> None:
+    assert load(saved(byte_tokenizer("<s> $A </s>"))).prompt_length("abc") == 4
+    assert load(saved(byte_tokenizer("<s> $A"))).prompt_length("abc") == 4
+    assert load(saved(byte_tokenizer("$A"))).prompt_length("abc") == 3
+
+
+def test_an_end_token_that_only_the_settings_ask_for_is_added_once() -> None:
+    for template in ("<s> $A", "<s> $A </s>"):
+        folder = saved(byte_tokenizer(template))
+        edit_json(folder / "tokenizer_config.json", lambda config: config.update(add_eos_token=True))
+        tokenizer = load(folder)
+        assert tokenizer.encode(["ab"])[0][-2:] == [*tokenizer.encode(["b"])[0][-2:-1], 2]
+        assert tokenizer.suffix_ids == [2]
+
+
+def test_a_checkpoint_with_a_vocabulary_file_alone_is_tokenised() -> None:
+    folder = copy_of(tiny_bert())
+    (folder / "tokenizer.json").unlink()
+    vocab = wordpiece_tokenizer().get_vocab()
+    (folder / "vocab.txt").write_text("\n".join(sorted(vocab, key=vocab.__getitem__)))
+    edit_json(
+        folder / "tokenizer_config.json",
+        lambda config: config.update(tokenizer_class="BertTokenizer", do_lower_case=False),
+    )
+    assert load(folder).encode(RAGGED) == load(tiny_bert()).encode(RAGGED)
+
+
+def test_a_damaged_tokenizer_is_named() -> None:
+    folder = copy_of(tiny_bert())
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(CheckpointFormatError, match=r"tokenizer.json cannot be read"):
+        load(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointFormatError, match=r"no tokenizer.json, and transformers cannot build a tokenizer"):
+        load(folder)
+    (folder / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(CheckpointFormatError, match=r"tokenizer_config.json is not an object"):
+        load(folder)

