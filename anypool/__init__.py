@@ -1,4 +1,4 @@
-"""anypool makes any language model a pooling model: embeddings from causal LMs and encoders, in process or over HTTP."""
+"""Any language model as a pooling model: embeddings from causal LMs and encoders, in process or over HTTP."""
 
 from __future__ import annotations
 

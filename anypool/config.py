@@ -161,7 +161,8 @@ class EngineConfig:
             if name in values:
                 given = values.pop(name)
                 require(
-                    given in (None, neutral), f"{name}={given!r} is not supported by this version; leave it at {neutral!r}"
+                    given in (None, neutral),
+                    f"{name}={given!r} is not supported by this version; leave it at {neutral!r}",
                 )
         pooler = values.get("pooler_config")
         if isinstance(pooler, Mapping):

@@ -34,7 +34,7 @@ class EmbeddingOutput(PoolingOutput):
     @cached_property
     def embedding(self) -> list[float]:
         """The vector as a list of Python floats, made on first use; `numpy()` and `data` cost nothing."""
-        return self.data.tolist()  # type: ignore[no-any-return]
+        return self.data.tolist()
 
     @property
     def hidden_size(self) -> int:

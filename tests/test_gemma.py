@@ -51,6 +51,7 @@ def llm(path: Path, requested: set[str]) -> Iterator[LLM]:
             yield engine
 
 
+@pytest.mark.slow  # transformers takes over a minute to read the file
 def test_last_token_embeddings_equal_the_hidden_states_of_transformers(llm: LLM, path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -179,17 +180,26 @@ def pick_device(asked: str) -> torch.device:
 def pick_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     """The dtype asked for; "auto" is the checkpoint's own.
 
-    No CPU multiplies float16 fast, so there a float16 checkpoint runs in bfloat16 where the CPU has instructions for
-    it, and in float32 elsewhere.
+    A CPU multiplies no float16 fast, and bfloat16 only with instructions for it: there a half-precision checkpoint runs
+    in bfloat16 where the CPU has them, and in float32 elsewhere.
     """
     name = asked if asked != "auto" else config.dtype or "float32"
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name not in known:
         raise ConfigError(f"{config.name}: config.json has dtype {name!r}; pass dtype= one of {', '.join(known)}")
-    if name == "float16" and device.type == "cpu":
-        fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        dtype = torch.bfloat16 if fast else torch.float32
-        if asked == "float16":
-            logger.warning("dtype='float16' is slow on a CPU: running in %s", dtype)
-        return dtype
-    return known[name]
+    if device.type != "cpu" or name == "float32":
+        return known[name]
+    fast = torch.bfloat16 if _cpu_has_bfloat16() else torch.float32
+    if asked == "bfloat16" and fast is torch.float32:
+        logger.warning("this CPU has no bfloat16 instructions: dtype='float32' would be several times faster")
+        return torch.bfloat16
+    if asked == "float16":
+        logger.warning("no CPU computes fast in float16: running in %s", fast)
+    return fast
+
+
+def _cpu_has_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 in hardware: AVX512_BF16 or AMX on x86; Arm's BF16 extension elsewhere."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

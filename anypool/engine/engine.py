@@ -324,6 +324,8 @@ class Engine:
 
     def close(self) -> None:
         """Finishes the running batch, fails what waits, and stops the thread."""
+        if not self._thread.is_alive():
+            return
         with self._changed:
             self._closing = True
             self._changed.notify()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -38,7 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.run(arguments)
         return code
     except BrokenPipeError:  # whoever read our output has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except (AnypoolError, OSError) as error:
         print(f"anypool: error: {_one_line(error)}", file=sys.stderr)

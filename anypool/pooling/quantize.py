@@ -43,10 +43,10 @@ def quantize_embeddings(
     """
     rows_NE = _matrix(embeddings, "embeddings")
     if precision in ("float32", "float16"):
-        return rows_NE.astype(precision)
+        return np.asarray(rows_NE, dtype=np.float32 if precision == "float32" else np.float16)
     if precision in ("int8", "uint8"):
         low_E, step_E = _steps(rows_NE, precision, ranges, calibration_embeddings)
-        levels_NE = np.clip(np.floor((rows_NE - low_E) / step_E), 0, 255)
+        levels_NE: NDArray[Any] = np.clip(np.floor((rows_NE - low_E) / step_E), 0, 255)
         return levels_NE.astype(np.uint8) if precision == "uint8" else (levels_NE - 128).astype(np.int8)
     if precision in ("binary", "ubinary"):
         bytes_NB = np.packbits(rows_NE > 0, axis=-1)
@@ -84,6 +84,7 @@ def _matrix(embeddings: Any, name: str) -> NDArray[Any]:
     matrix = np.stack(rows) if rows else np.zeros((0, 0), dtype=np.float32)
     if matrix.ndim != 2 or not np.issubdtype(matrix.dtype, np.floating):
         raise InvalidParameterError(
-            f"{name} must be a matrix of floats, one row each; got shape {list(matrix.shape)}, {matrix.dtype}", param=name
+            f"{name} must be a matrix of floats, one row each; got shape {list(matrix.shape)}, {matrix.dtype}",
+            param=name,
         )
     return matrix

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ CONFIG = ModelConfig(
 class ForeignLM(nn.Module):
     """A causal LM that knows nothing of anypool's hooks."""
 
-    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     supports_multimodal = True
 
     def __init__(self, config: Any) -> None:
@@ -92,7 +92,7 @@ def test_a_pooling_model_is_returned_unchanged() -> None:
 
 @pytest.mark.parametrize("wrong", [Neither, "LlamaForCausalLM", None, int])
 def test_what_is_neither_is_refused(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="as_pooling_model takes|cannot be made a pooling model"):
+    with pytest.raises(TypeError, match=r"as_pooling_model takes|cannot be made a pooling model"):
         as_pooling_model(wrong)
 
 

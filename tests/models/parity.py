@@ -33,9 +33,7 @@ def save_random(model: Any, folder: Path) -> None:
 def reference_states(model: Any, texts: list[list[int]], **inputs: Any) -> torch.Tensor:
     """`[T, D]` of transformers' eager attention, each text alone."""
     base = getattr(model, model.base_model_prefix, model)
-    return torch.cat(
-        [base(input_ids=torch.tensor([ids]), **inputs).last_hidden_state[0] for ids in texts]
-    )
+    return torch.cat([base(input_ids=torch.tensor([ids]), **inputs).last_hidden_state[0] for ids in texts])
 
 
 @torch.inference_mode()

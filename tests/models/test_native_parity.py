@@ -53,7 +53,11 @@ DECODERS = {
     "llama-head-dim": (hf.LlamaForCausalLM, hf.LlamaConfig, HEAD),
     "llama-mha-tied": (hf.LlamaForCausalLM, hf.LlamaConfig, {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "llama-linear": (hf.LlamaForCausalLM, hf.LlamaConfig, rope("linear", factor=4.0)),
-    "llama-dynamic": (hf.LlamaForCausalLM, hf.LlamaConfig, {**rope("dynamic", factor=4.0), "max_position_embeddings": 64}),
+    "llama-dynamic": (
+        hf.LlamaForCausalLM,
+        hf.LlamaConfig,
+        {**rope("dynamic", factor=4.0), "max_position_embeddings": 64},
+    ),
     "llama-llama3": (
         hf.LlamaForCausalLM,
         hf.LlamaConfig,
@@ -63,9 +67,7 @@ DECODERS = {
     "llama-yarn-mscale": (
         hf.LlamaForCausalLM,
         hf.LlamaConfig,
-        rope(
-            "yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.7, truncate=False
-        ),
+        rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.7, truncate=False),
     ),
     "llama-longrope": (
         hf.LlamaForCausalLM,
@@ -128,14 +130,30 @@ ENCODERS = {
     "modernbert": (
         hf.ModernBertModel,
         hf.ModernBertConfig,
-        {"local_attention": 24, "num_hidden_layers": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-         "cls_token_id": 1, "sep_token_id": 2},
+        {
+            "local_attention": 24,
+            "num_hidden_layers": 4,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+        },
     ),
     "modernbert-biases": (
         hf.ModernBertForMaskedLM,
         hf.ModernBertConfig,
-        {"attention_bias": True, "mlp_bias": True, "norm_bias": True, "global_attn_every_n_layers": 2,
-         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "norm_bias": True,
+            "global_attn_every_n_layers": 2,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+        },
     ),
     "deberta-v3": (
         hf.DebertaV2Model,
@@ -152,7 +170,12 @@ ENCODERS = {
     "deberta-v2-own-projections": (
         hf.DebertaV2Model,
         hf.DebertaV2Config,
-        {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 40, "type_vocab_size": 2},
+        {
+            "relative_attention": True,
+            "pos_att_type": ["c2p", "p2c"],
+            "max_relative_positions": 40,
+            "type_vocab_size": 2,
+        },
     ),
     "deberta-v2-c2p": (
         hf.DebertaV2Model,
@@ -213,9 +236,7 @@ def test_bert_token_types_equal_transformers(tmp_path: Path) -> None:
         )
         loaded = load_pooling_model(EngineConfig(model=str(tmp_path), use_tqdm_on_load=False, device="cpu"))
         batch = PackedBatch.pack(texts, device=loaded.device, token_types=types)
-        actual = loaded.model(
-            batch.input_ids_T, batch.positions_T, batch.attn, token_type_ids_T=batch.token_type_ids_T
-        )
+        actual = loaded.model(batch.input_ids_T, batch.positions_T, batch.attn, token_type_ids_T=batch.token_type_ids_T)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
@@ -257,8 +278,8 @@ def test_logits_of_the_causal_lm_class_equal_transformers(tmp_path: Path) -> Non
     """`compute_logits` of the class that the adapter subclasses, with a tied head and a soft-cap."""
     from anypool.model_executor.model_config import ModelConfig
     from anypool.model_executor.models.gemma import Gemma2ForCausalLM
-    from anypool.model_executor.weights.checkpoint import open_checkpoint
     from anypool.model_executor.models.interfaces import load_backbone
+    from anypool.model_executor.weights.checkpoint import open_checkpoint
     from anypool.model_executor.weights.loading import construct
     from anypool.model_executor.weights.repository import Repository
 
@@ -267,9 +288,7 @@ def test_logits_of_the_causal_lm_class_equal_transformers(tmp_path: Path) -> Non
     repository = Repository.open(str(tmp_path))
     config = ModelConfig.from_pretrained(repository)
     ours = construct(lambda: Gemma2ForCausalLM(config))
-    load_backbone(
-        ours, open_checkpoint(repository), name="tiny", device=torch.device("cpu"), dtype=torch.float32
-    )
+    load_backbone(ours, open_checkpoint(repository), name="tiny", device=torch.device("cpu"), dtype=torch.float32)
     [ids] = random_ids(120, (9,))
     batch = PackedBatch.pack([ids], device=torch.device("cpu"))
     with torch.inference_mode():

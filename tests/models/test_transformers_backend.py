@@ -24,7 +24,15 @@ COMMON = {
     "eos_token_id": 2,
 }
 GQA = {**COMMON, "num_key_value_heads": 2}
-GPT = {"vocab_size": 120, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 160, "bos_token_id": 1, "eos_token_id": 2}
+GPT = {
+    "vocab_size": 120,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 160,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 MOE = {**GQA, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -43,7 +51,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", COMMON),
     "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", {**MOE, "head_dim": 8, "sliding_window": 20}),
-    "granite": ("GraniteForCausalLM", "GraniteConfig", {**GQA, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}),
+    "granite": (
+        "GraniteForCausalLM",
+        "GraniteConfig",
+        {**GQA, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+    ),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**MOE, "sliding_window": None}),
     "nemotron": ("NemotronForCausalLM", "NemotronConfig", {**GQA, "head_dim": 8}),
     "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", GQA),
@@ -104,7 +116,11 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deberta-v2": ("DebertaV2Model", "DebertaV2Config", COMMON),
     "mpnet": ("MPNetModel", "MPNetConfig", COMMON),
     "mamba": ("MambaForCausalLM", "MambaConfig", {"vocab_size": 120, "hidden_size": 32, "num_hidden_layers": 2}),
-    "t5": ("T5Model", "T5Config", {"vocab_size": 120, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}),
+    "t5": (
+        "T5Model",
+        "T5Config",
+        {"vocab_size": 120, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+    ),
     "esm": ("EsmModel", "EsmConfig", {**COMMON, "position_embedding_type": "absolute", "mask_token_id": 3}),
 }
 

@@ -42,9 +42,7 @@ def grouped_attention(
         for first in range(0, count, step):
             n = min(step, count - first)
             rows = slice(row + first * length, row + (first + n) * length)
-            q_NHLK, k_NGLK, v_NGLK = (
-                x[rows].unflatten(0, (n, length)).transpose(1, 2) for x in (q_THK, k_TGK, v_TGK)
-            )
+            q_NHLK, k_NGLK, v_NGLK = (x[rows].unflatten(0, (n, length)).transpose(1, 2) for x in (q_THK, k_TGK, v_TGK))
             out_NLHK = out_THK[rows].unflatten(0, (n, length))
             for queries, keys, plain in _blocks(length, window):
                 q, k, v = q_NHLK[:, :, queries], k_NGLK[:, :, keys], v_NGLK[:, :, keys]

@@ -103,7 +103,12 @@ class BertModel(Backbone):
         (r"\.output\.LayerNorm\.", ".norm."),
         (r"^embeddings\.LayerNorm\.", "embeddings.norm."),
     )
-    ignored_checkpoint_names: ClassVar[Sequence[str]] = (r"(^|\.)pooler\.", r"embeddings\.position_ids$", r"^cls\.", r"^lm_head\.")
+    ignored_checkpoint_names: ClassVar[Sequence[str]] = (
+        r"(^|\.)pooler\.",
+        r"embeddings\.position_ids$",
+        r"^cls\.",
+        r"^lm_head\.",
+    )
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -64,9 +64,7 @@ class DecoderAttention(nn.Module):
         self.qk_norm = style.qk_norm
         self.attend = Attention(
             scale=config.attention_scale,
-            window=window_of(
-                causal=config.is_causal, sliding=config.sliding_window if kind == SLIDING else None
-            ),
+            window=window_of(causal=config.is_causal, sliding=config.sliding_window if kind == SLIDING else None),
             softcap=config.attention_softcap,
         )
 

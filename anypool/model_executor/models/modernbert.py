@@ -39,7 +39,9 @@ class ModernBertAttention(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, rotary: CosSin, attn: AttentionMetadata) -> torch.Tensor:
         q, k, v = self.Wqkv(x_TD).unflatten(-1, (3, self.heads, -1)).unbind(1)
-        out_TD: torch.Tensor = self.Wo(self.attend(apply_rotary(q, *rotary), apply_rotary(k, *rotary), v, attn).flatten(1))
+        out_TD: torch.Tensor = self.Wo(
+            self.attend(apply_rotary(q, *rotary), apply_rotary(k, *rotary), v, attn).flatten(1)
+        )
         return out_TD
 
 

@@ -48,7 +48,7 @@ class MPNetModel(BertModel):
 
 
 def _bucket(ahead_MM: torch.Tensor) -> torch.Tensor:
-    """T5's buckets (arXiv:1910.10683, section 2.1): exact for near keys, logarithmic for far ones, one half per side."""
+    """T5's buckets (arXiv:1910.10683, section 2.1): exact near by, logarithmic far away, one half per side."""
     half = _BUCKETS // 2
     exact = half // 2
     distance_MM = ahead_MM.abs()

@@ -81,9 +81,7 @@ class TransformersModel(Backbone):
         self._accepts: frozenset[str] = frozenset()
         self._position_offset = 0
 
-    def load(
-        self, repository: Repository, *, device: torch.device, dtype: torch.dtype, progress: bool = False
-    ) -> None:
+    def load(self, repository: Repository, *, device: torch.device, dtype: torch.dtype, progress: bool = False) -> None:
         """Loads module and weights through transformers, checks the audit it keeps, then probes packing."""
         _register()
         from transformers import AutoModel
@@ -257,9 +255,7 @@ def _probe(backbone: TransformersModel, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     vocab = min(config.vocab_size, model.get_input_embeddings().weight.shape[0])
     first = min(vocab - 1, 1 if config.pad_token_id is None else config.pad_token_id + 1)
-    texts = [
-        torch.randint(first, vocab, (length,), generator=generator).tolist() for length in (5, longest, 3)
-    ]
+    texts = [torch.randint(first, vocab, (length,), generator=generator).tolist() for length in (5, longest, 3)]
     batch = PackedBatch.pack(texts, device=device)
     try:
         packed_TD = backbone(batch.input_ids_T, batch.positions_T, batch.attn)
@@ -267,9 +263,7 @@ def _probe(backbone: TransformersModel, device: torch.device) -> None:
         raise _refusal(config, f"it raises {type(error).__name__}: {error}") from error
     model.set_attn_implementation("eager")
     try:
-        alone_TD = torch.cat(
-            [backbone._run(input_ids=torch.tensor([ids], device=device))[0] for ids in texts]
-        )
+        alone_TD = torch.cat([backbone._run(input_ids=torch.tensor([ids], device=device))[0] for ids in texts])
     finally:
         model.set_attn_implementation(ATTENTION)
     differences_T = (packed_TD - alone_TD).float().norm(dim=-1)

@@ -1,0 +1,393 @@
+"""How each native family writes its config.json: keys in, fields of `ModelConfig` out.
+
+A key that a family's reader does not know is reported once, so that nothing a checkpoint says is dropped in silence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from anypool.errors import CheckpointFormatError, UnsupportedArchitectureError
+from anypool.model_executor.layers.rotary import FREQUENCIES, RopeConfig
+
+logger = logging.getLogger(__name__)
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DisentangledConfig:
+    """DeBERTa's attention to relative positions, and what comes with it.
+
+    Attributes:
+        span: Rows of the position table per direction; 0 for none.
+        furthest: Distance from which on all positions are one.
+        logarithmic: Whether far positions share rows.
+        kinds: Which extra scores there are, of "c2p" and "p2c".
+        share_key: Whether positions are projected as content is.
+        normalize: Whether the position table is normalised.
+        absolute: Whether absolute positions are added to the input.
+        conv_width, conv_groups, conv_act: The convolution beside the first layer; width 0 for none.
+    """
+
+    span: int = 0
+    furthest: int = 0
+    logarithmic: bool = False
+    kinds: tuple[str, ...] = ()
+    share_key: bool = False
+    normalize: bool = False
+    absolute: bool = True
+    conv_width: int = 0
+    conv_groups: int = 1
+    conv_act: str = "tanh"
+
+
+# Keys that say nothing about inference, or repeat what a class already fixes.
+_IRRELEVANT = frozenset(
+    "_attn_implementation _name_or_path _sliding_window_pattern adapters architectures attention_dropout "
+    "attention_probs_dropout_prob auto_map bos_token_id cache_implementation chunk_size_feed_forward "
+    "classifier_activation classifier_bias classifier_dropout classifier_pooling cls_token_id decoder_bias "
+    "deterministic_flash_attn directionality dropout dtype embedding_dropout eos_token_id finetuning_task "
+    "gradient_checkpointing hidden_dropout hidden_dropout_prob id2label initializer_cutoff_factor initializer_range "
+    "is_encoder_decoder is_matryoshka label2id legacy matryoshka_dimensions max_window_layers mlp_dropout "
+    "model_max_length model_type name_or_path num_labels output_attentions output_hidden_states output_past "
+    "pooler_dropout pooler_fc_size pooler_hidden_act pooler_hidden_size pooler_num_attention_heads "
+    "pooler_num_fc_layers pooler_size_per_head pooler_type prefix pretraining_tp problem_type pruned_heads qa_dropout "
+    "reference_compile repad_logits_with_grad return_dict sentence_transformers sep_token_id seq_classif_dropout "
+    "sparse_pred_ignore_index sparse_prediction task_specific_params tie_weights_ torch_dtype torchscript "
+    "transformers_version use_bfloat16 use_cache".split()
+)
+
+
+class Keys:
+    """config.json with a record of what was read."""
+
+    def __init__(self, raw: Mapping[str, Any], name: str) -> None:
+        self.raw = raw
+        self.name = name
+        self.used: set[str] = set()
+
+    def get(self, key: str, default: Any) -> Any:
+        self.used.add(key)
+        return self.raw.get(key, default)
+
+    def need(self, key: str) -> Any:
+        self.used.add(key)
+        if self.raw.get(key) is None:
+            raise CheckpointFormatError(f"{self.name}: config.json has no {key!r}")
+        return self.raw[key]
+
+    def only(self, key: str, allowed: Any) -> None:
+        """Refuses any other value than `allowed`, which is also what an absent key means."""
+        value = self.get(key, allowed)
+        if value is not None and value != allowed:
+            raise UnsupportedArchitectureError(
+                f"{self.name}: config.json has {key}={value!r}; only {allowed!r} is supported for this architecture"
+            )
+
+    def report_unknown(self) -> None:
+        unknown = sorted(set(self.raw) - self.used - _IRRELEVANT)
+        if unknown:
+            logger.warning("%s: config.json has keys that are not known here: %s", self.name, ", ".join(unknown))
+
+
+def _read_llama(keys: Keys) -> dict[str, Any]:
+    return _decoder(keys, attention_bias=keys.get("attention_bias", False), mlp_bias=keys.get("mlp_bias", False))
+
+
+def _read_mistral(keys: Keys) -> dict[str, Any]:
+    window = keys.get("sliding_window", 4096)
+    kind = FULL if window is None else SLIDING
+    return _decoder(keys, sliding_window=window, layer_types=(kind,) * keys.need("num_hidden_layers"))
+
+
+def _read_qwen(keys: Keys) -> dict[str, Any]:
+    layers = keys.need("num_hidden_layers")
+    window = keys.get("sliding_window", 4096) if keys.get("use_sliding_window", False) else None
+    first_sliding = layers if window is None else keys.get("max_window_layers", 28)
+    kinds = keys.get("layer_types", None) or [SLIDING if i >= first_sliding else FULL for i in range(layers)]
+    qwen3 = keys.raw["model_type"] == "qwen3"
+    return _decoder(
+        keys,
+        sliding_window=window,
+        layer_types=tuple(kinds),
+        attention_bias=keys.get("attention_bias", False) if qwen3 else True,
+        head_size=keys.get("head_dim", 128) if qwen3 else None,
+    )
+
+
+def _read_gemma(keys: Keys) -> dict[str, Any]:
+    return _decoder(keys, **_gemma_common(keys, layers=None))
+
+
+def _read_gemma2(keys: Keys) -> dict[str, Any]:
+    layers = keys.need("num_hidden_layers")
+    return _decoder(
+        keys,
+        **_gemma_common(keys, layers=[SLIDING if i % 2 == 0 else FULL for i in range(layers)]),
+        sliding_window=keys.get("sliding_window", 4096),
+        attention_softcap=keys.get("attn_logit_softcapping", 50.0),
+        final_softcap=keys.get("final_logit_softcapping", 30.0),
+        attention_scale=keys.get("query_pre_attn_scalar", 256) ** -0.5,
+    )
+
+
+def _read_gemma3(keys: Keys) -> dict[str, Any]:
+    layers = keys.need("num_hidden_layers")
+    pattern = keys.get("sliding_window_pattern", None) or keys.raw.get("_sliding_window_pattern", 6)
+    common = _gemma_common(keys, layers=[FULL if (i + 1) % pattern == 0 else SLIDING for i in range(layers)])
+    window = keys.get("sliding_window", 4096)
+    keys.get("attn_logit_softcapping", None)  # no Gemma 3 has one, and the reference does not apply it
+    # A bidirectional Gemma 3 states the whole width of its window: half of it lies on either side.
+    return _decoder(
+        keys,
+        **common,
+        sliding_window=window if common["is_causal"] else window // 2 + 1,
+        final_softcap=keys.get("final_logit_softcapping", None),
+        attention_scale=keys.get("query_pre_attn_scalar", 256) ** -0.5,
+        thetas={FULL: 1_000_000.0, SLIDING: keys.get("rope_local_base_freq", 10_000.0)},
+    )
+
+
+def _gemma_common(keys: Keys, *, layers: list[str] | None) -> dict[str, Any]:
+    # The released Gemma configs say "gelu" and mean its tanh form.
+    act = keys.get("hidden_activation", None) or keys.get("hidden_act", "gelu_pytorch_tanh")
+    keys.get("hidden_act", None)
+    kinds = (keys.get("layer_types", None) or layers) if layers is not None else None
+    return {
+        "hidden_act": "gelu_pytorch_tanh" if act == "gelu" else act,
+        "head_size": keys.get("head_dim", 256),
+        "attention_bias": keys.get("attention_bias", False),
+        "is_causal": not keys.get("use_bidirectional_attention", None) and keys.get("is_causal", True),
+        "tie_word_embeddings": keys.get("tie_word_embeddings", True),
+        **({"layer_types": tuple(kinds)} if kinds is not None else {}),
+    }
+
+
+def _decoder(
+    keys: Keys, *, head_size: int | None = None, thetas: Mapping[str, float] | None = None, **family: Any
+) -> dict[str, Any]:
+    """What all decoder families share; `family` are the fields that one of them sets otherwise."""
+    hidden, heads, layers = (keys.need(k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    given_head_size = keys.get("head_dim", None)
+    size = head_size or given_head_size or hidden // heads
+    is_causal = family.pop("is_causal", keys.get("is_causal", True))
+    values: dict[str, Any] = {
+        "hidden_size": hidden,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": keys.get("num_key_value_heads", None) or heads,
+        "head_size": size,
+        "vocab_size": keys.need("vocab_size"),
+        "intermediate_size": keys.need("intermediate_size"),
+        "hidden_act": keys.get("hidden_act", "silu"),
+        "norm_eps": keys.get("rms_norm_eps", 1e-6),
+        "tie_word_embeddings": keys.get("tie_word_embeddings", False),
+        "attention_scale": size**-0.5,
+        "layer_types": (FULL,) * layers,
+        "is_causal": is_causal,
+        **family,
+    }
+    if len(values["layer_types"]) != layers or not {FULL, SLIDING} >= set(values["layer_types"]):
+        raise CheckpointFormatError(
+            f"{keys.name}: config.json layer_types must name {FULL!r} or {SLIDING!r} for each of {layers} layers"
+        )
+    # Two-directional sliding windows of decoders other than Gemma 3 are stated inclusively.
+    if not is_causal and thetas is None and values.get("sliding_window") is not None:
+        values["sliding_window"] += 1
+    positions = keys.need("max_position_embeddings")
+    values["rope"] = {kind: _rope(keys, kind, size, positions, thetas) for kind in set(values["layer_types"])}
+    values["max_positions"] = max(_stretched(rope) for rope in values["rope"].values())
+    return values
+
+
+def _rope(keys: Keys, kind: str, size: int, positions: int, thetas: Mapping[str, float] | None) -> RopeConfig:
+    """The rotary embedding of one kind of layer, from the new `rope_parameters` or the old scattered keys."""
+    new, scaling = keys.get("rope_parameters", None), keys.get("rope_scaling", None)
+    top_theta = keys.get("rope_theta", None)
+    if new is not None and any(isinstance(v, Mapping) for v in new.values()):
+        values = dict(new.get(kind) or {})
+    elif new is not None:
+        values = dict(new)
+    else:
+        values = dict(scaling or {}) if thetas is None or kind == FULL else {}
+    if new is None and top_theta is not None and (thetas is None or kind == FULL):
+        values.setdefault("rope_theta", top_theta)
+    rope_type = values.pop("rope_type", None) or values.pop("type", None) or "default"
+    values.pop("type", None)
+    rope_type = {"su": "longrope"}.get(rope_type, rope_type)
+    if rope_type not in FREQUENCIES:
+        raise UnsupportedArchitectureError(
+            f"{keys.name}: config.json has rope_type {rope_type!r}; known: {', '.join(FREQUENCIES)}"
+        )
+    partial = values.pop("partial_rotary_factor", keys.get("partial_rotary_factor", None)) or 1.0
+    original = keys.get("original_max_position_embeddings", None)
+    fields: dict[str, Any] = {
+        "theta": values.pop("rope_theta", None) or (thetas or {}).get(kind, 10_000.0),
+        "original_max_positions": original or values.pop("original_max_position_embeddings", None) or positions,
+        "short_factor": tuple(values.pop("short_factor", ())),
+        "long_factor": tuple(values.pop("long_factor", ())),
+    }
+    values.pop("original_max_position_embeddings", None)
+    known = {f.name for f in dataclasses.fields(RopeConfig)} - set(fields)
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise CheckpointFormatError(f"{keys.name}: config.json rope parameters have unknown keys {', '.join(unknown)}")
+    values = {k: v for k, v in values.items() if v is not None}
+    if rope_type in ("linear", "dynamic", "llama3") and "factor" not in values:
+        raise CheckpointFormatError(f"{keys.name}: config.json rope_type {rope_type!r} has no factor")
+    return RopeConfig(rope_type=rope_type, size=int(size * partial), max_positions=positions, **fields, **values)
+
+
+def _stretched(rope: RopeConfig) -> int:
+    if rope.rope_type in ("linear", "dynamic", "yarn"):
+        return max(rope.max_positions, round(rope.original_max_positions * rope.stretch))
+    return rope.max_positions
+
+
+def _read_bert(keys: Keys) -> dict[str, Any]:
+    keys.only("position_embedding_type", "absolute")
+    keys.only("is_decoder", False)
+    keys.only("add_cross_attention", False)
+    hidden, heads = keys.need("hidden_size"), keys.need("num_attention_heads")
+    return {
+        "hidden_size": hidden,
+        "num_layers": keys.need("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_size": hidden // heads,
+        "vocab_size": keys.need("vocab_size"),
+        "intermediate_size": keys.need("intermediate_size"),
+        "hidden_act": keys.get("hidden_act", "gelu"),
+        "norm_eps": keys.get("layer_norm_eps", 1e-12),
+        "max_positions": keys.need("max_position_embeddings"),
+        "type_vocab_size": keys.get("type_vocab_size", 2),
+        "tie_word_embeddings": keys.get("tie_word_embeddings", True),
+        "attention_scale": (hidden // heads) ** -0.5,
+        "is_causal": False,
+    }
+
+
+def _read_mpnet(keys: Keys) -> dict[str, Any]:
+    values = _read_bert(keys)
+    # The reference numbers positions from 2, so as many rows of the table are never reached.
+    return {
+        **values,
+        "max_positions": values["max_positions"] - 2,
+        "type_vocab_size": 0,
+        "relative_buckets": keys.get("relative_attention_num_buckets", 32),
+    }
+
+
+def _read_distilbert(keys: Keys) -> dict[str, Any]:
+    hidden, heads = keys.get("dim", 768), keys.get("n_heads", 12)
+    keys.get("sinusoidal_pos_embds", False)  # the table is stored either way
+    return {
+        "hidden_size": hidden,
+        "num_layers": keys.get("n_layers", 6),
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_size": hidden // heads,
+        "vocab_size": keys.get("vocab_size", 30522),
+        "intermediate_size": keys.get("hidden_dim", 4 * 768),
+        "hidden_act": keys.get("activation", "gelu"),
+        "norm_eps": 1e-12,
+        "max_positions": keys.get("max_position_embeddings", 512),
+        "tie_word_embeddings": True,
+        "attention_scale": (hidden // heads) ** -0.5,
+        "is_causal": False,
+    }
+
+
+def _read_modernbert(keys: Keys) -> dict[str, Any]:
+    layers, every = keys.need("num_hidden_layers"), keys.get("global_attn_every_n_layers", 3)
+    kinds = keys.get("layer_types", None) or [SLIDING if i % every else FULL for i in range(layers)]
+    # `local_attention` is the whole width; half of it is seen on either side, that far inclusive.
+    thetas = {FULL: keys.get("global_rope_theta", 160_000.0), SLIDING: keys.get("local_rope_theta", 10_000.0)}
+    for key in ("rope_theta", "local_rope_theta", "position_embedding_type", "layer_norm_eps", "sliding_window"):
+        keys.get(key, None)  # written by earlier versions beside the keys that count
+    return {
+        **_decoder(
+            keys,
+            layer_types=tuple(kinds),
+            sliding_window=keys.get("local_attention", 128) // 2 + 1,
+            hidden_act=keys.get("hidden_activation", "gelu"),
+            norm_eps=keys.get("norm_eps", 1e-5),
+            attention_bias=keys.get("attention_bias", False),
+            mlp_bias=keys.get("mlp_bias", False),
+            is_causal=False,
+            thetas=thetas,
+        ),
+        "norm_bias": keys.get("norm_bias", False),
+    }
+
+
+def _read_deberta_v2(keys: Keys) -> dict[str, Any]:
+    values = _read_bert(keys)
+    values["type_vocab_size"] = keys.get("type_vocab_size", 0)
+    values["norm_eps"] = keys.get("layer_norm_eps", 1e-7)
+    keys.only("embedding_size", values["hidden_size"])
+    kinds = keys.get("pos_att_type", None) or ()
+    buckets, furthest = keys.get("position_buckets", -1), keys.get("max_relative_positions", -1)
+    furthest = furthest if furthest >= 1 else values["max_positions"]
+    relative = keys.get("relative_attention", False)
+    normalize = "layer_norm" in [part.strip() for part in keys.get("norm_rel_ebd", "none").lower().split("|")]
+    values["disentangled"] = DisentangledConfig(
+        span=(buckets if buckets > 0 else furthest) if relative else 0,
+        furthest=furthest,
+        logarithmic=buckets > 0,
+        kinds=tuple(part.strip() for part in kinds.lower().split("|")) if isinstance(kinds, str) else tuple(kinds),
+        share_key=keys.get("share_att_key", False),
+        normalize=normalize,
+        absolute=keys.get("position_biased_input", True),
+        conv_width=keys.get("conv_kernel_size", 0),
+        conv_groups=keys.get("conv_groups", 1),
+        conv_act=keys.get("conv_act", "tanh"),
+    )
+    return values
+
+
+def _read_roberta(keys: Keys) -> dict[str, Any]:
+    values = _read_bert(keys)
+    # Positions start after the padding id, so as many rows of the table are never reached.
+    values["max_positions"] -= keys.get("pad_token_id", 1) + 1
+    return values
+
+
+READERS: dict[str, Callable[[Keys], dict[str, Any]]] = {
+    "llama": _read_llama,
+    "mistral": _read_mistral,
+    "qwen2": _read_qwen,
+    "qwen3": _read_qwen,
+    "gemma": _read_gemma,
+    "gemma2": _read_gemma2,
+    "gemma3_text": _read_gemma3,
+    "bert": _read_bert,
+    "roberta": _read_roberta,
+    "xlm-roberta": _read_roberta,
+    "distilbert": _read_distilbert,
+    "mpnet": _read_mpnet,
+    "modernbert": _read_modernbert,
+    "deberta-v2": _read_deberta_v2,
+}
+
+DEFAULT_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "bert": "BertModel",
+    "roberta": "RobertaModel",
+    "xlm-roberta": "XLMRobertaModel",
+    "distilbert": "DistilBertModel",
+    "mpnet": "MPNetModel",
+    "modernbert": "ModernBertModel",
+    "deberta-v2": "DebertaV2Model",
+}
