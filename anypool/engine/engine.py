@@ -61,7 +61,6 @@ class PromptOptions:
         prompt: Text put before each text, in place of a named prompt.
         truncate_prompt_tokens: Longest prompt after truncation; -1 for the model's limit, None for no truncation.
         truncation_side: "right" or "left": which end is cut; None for the tokenizer's own.
-        add_special_tokens: False to run the text's tokens alone.
     """
 
     prompt_name: str | None = None
@@ -272,8 +271,11 @@ class Engine:
         with self._changed:
             if not self.is_alive:
                 raise EngineDeadError(self._end_message())
-            waiting, most = self._scheduler.waiting_tokens, self.config.max_queued_tokens
-            if bounded and waiting > 0 and waiting + sum(map(len, requests)) > most:
+            new, most = sum(map(len, requests)), self.config.max_queued_tokens
+            if bounded and self._scheduler.waiting_tokens + new > most:
+                self._scheduler.drop_cancelled()
+            waiting = self._scheduler.waiting_tokens
+            if bounded and waiting > 0 and waiting + new > most:
                 raise OverloadedError(f"{waiting:,} tokens are waiting, and the queue takes {most:,}: try again later")
             self._scheduler.add(requests)
             self._changed.notify()

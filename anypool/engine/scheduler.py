@@ -51,6 +51,16 @@ class Scheduler:
             anchor = self._oldest()
         return [] if anchor is None else self._take(*self._reach(self._place(anchor)))
 
+    def drop_cancelled(self) -> None:
+        """Forgets the cancelled requests now, rather than when their turn comes."""
+        cancelled = [request for request in self._by_length if request.future.cancelled()]
+        for request in cancelled:
+            request.future.set_running_or_notify_cancel()
+        self._gone.update(cancelled)
+        self._by_length = [request for request in self._by_length if request not in self._gone]
+        self.waiting_tokens -= sum(map(len, cancelled))
+        self._oldest()
+
     def drain(self) -> list[Request]:
         """Takes every waiting request off the queue."""
         waiting = self._by_length

@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 2 for an error of the user's, 130 after an interrupt.
     """
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO, stream=sys.stderr)
+    logging.basicConfig(format="%(levelname)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("anypool").setLevel(logging.INFO)
     arguments = build_parser().parse_args(argv)
     try:
         code: int = arguments.run(arguments)

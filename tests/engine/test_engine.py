@@ -160,6 +160,17 @@ def test_a_full_queue_refuses_only_bounded_requests(engine: Engine, gate: Gate) 
         request.future.result(30)
 
 
+def test_cancelled_requests_take_no_room_in_the_queue(engine: Engine, gate: Gate) -> None:
+    running, gone, new = prepare(engine, ids(5), ids(8), ids(8))
+    engine.submit([running])
+    assert gate.entered.wait(30)
+    engine.submit([gone], bounded=True)
+    assert gone.future.cancel()
+    engine.submit([new], bounded=True)
+    gate.open()
+    new.future.result(30)
+
+
 def test_a_request_larger_than_the_queue_is_taken_when_the_queue_is_empty(engine: Engine) -> None:
     [long] = prepare(engine, ids(30))
     engine.submit([long], bounded=True)

@@ -59,6 +59,12 @@ class Queue(RuleBasedStateMachine):
         self.waiting = [r for r in self.waiting if r in queued]
 
     @rule()
+    def drop_cancelled(self) -> None:
+        self.scheduler.drop_cancelled()
+        self.waiting = [r for r in self.waiting if not r.future.cancelled()]
+        assert set(self.scheduler._by_length) == set(self.waiting)
+
+    @rule()
     def drain(self) -> None:
         drained = self.scheduler.drain()
         assert sorted(map(id, drained)) == sorted(map(id, self.waiting))
