@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from anypool.adapters.heads import HeadLayer, HeadRecipe, register_head
 from anypool.adapters.pooling_model import as_pooling_model
 from anypool.config import EngineConfig, PoolerConfig
 from anypool.entrypoints.llm import LLM
@@ -12,8 +13,21 @@ from anypool.model_executor.registry import (
     is_text_generation_model,
     register_model,
 )
-from anypool.outputs import EmbeddingOutput, EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
+from anypool.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RerankResult,
+    ScoringOutput,
+    ScoringRequestOutput,
+    TokenClassificationOutput,
+    TokenClassificationRequestOutput,
+)
 from anypool.pooling.params import PoolingParams
+from anypool.pooling.quantize import quantize_embeddings
 from anypool.pooling.tasks import PoolingTask, encode2pooling_task
 
 __version__ = "0.1.0"
@@ -21,19 +35,30 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AnypoolError",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineConfig",
+    "HeadLayer",
+    "HeadRecipe",
     "ModelRegistry",
     "PoolerConfig",
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
     "PoolingTask",
+    "RerankResult",
+    "ScoringOutput",
+    "ScoringRequestOutput",
+    "TokenClassificationOutput",
+    "TokenClassificationRequestOutput",
     "__version__",
     "as_pooling_model",
     "encode2pooling_task",
     "is_pooling_model",
     "is_text_generation_model",
+    "quantize_embeddings",
+    "register_head",
     "register_model",
 ]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from anypool.errors import ConfigError
 
-POOLING_TYPES = ("CLS", "LAST", "MEAN", "MAX", "WEIGHTED_MEAN", "MEAN_SQRT_LEN", "ALL")
-SEQUENCE_POOLING_TYPES = tuple(name for name in POOLING_TYPES if name != "ALL")
+SEQUENCE_POOLING_TYPES = ("CLS", "LAST", "MEAN", "MAX", "WEIGHTED_MEAN", "MEAN_SQRT_LEN")
+TOKEN_POOLING_TYPES = ("ALL", "STEP")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+ACTIVATIONS = ("none", "sigmoid", "softmax", "tanh", "relu", "gelu", "silu")
 
 T = TypeVar("T")
 
@@ -39,50 +41,132 @@ def is_int(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolerConfig:
-    """How pooled vectors are made. Each field that is set wins over the checkpoint's own files.
+    """How results are made. Each field that is set wins over the checkpoint's own files.
 
     Args:
-        pooling_type: One of CLS, LAST, MEAN, MAX, WEIGHTED_MEAN, MEAN_SQRT_LEN; upper or lower case.
-            Several joined with "+" are concatenated in the given order.
-        seq_pooling_type: The same under its longer name; giving both is an error.
+        pooling_type: CLS, LAST, MEAN, MAX, WEIGHTED_MEAN or MEAN_SQRT_LEN for one result per text, or ALL or STEP for
+            one per token; upper or lower case. Several of the first kind joined with "+" are concatenated.
+        seq_pooling_type: The same, for one result per text only.
+        tok_pooling_type: The same, for one result per token only.
         normalize: Whether embeddings are scaled to unit length.
         dimensions: How many leading dimensions of the embedding are kept, before it is scaled.
+        use_activation: False for raw scores, and for embeddings that are not scaled.
+        activation: What turns scores into probabilities: one of `ACTIVATIONS`.
+        logit_mean: Taken from scores before the activation.
+        logit_sigma: Scores are divided by it, after the mean is taken off (Platt scaling).
+        step_tag_id: STEP keeps the tokens with this id.
+        returned_token_ids: Which columns are kept: labels of a head, or tokens of the LM head where there is no other.
+        enable_chunked_processing: Not supported by this version.
+        max_embed_len: Not supported by this version.
+        logit_bias: Old name of `logit_mean`.
+        logit_scale: Old form of `logit_sigma`, its inverse.
     """
 
     pooling_type: str | None = None
     seq_pooling_type: str | None = None
+    tok_pooling_type: str | None = None
     normalize: bool | None = None
     dimensions: int | None = None
+    use_activation: bool | None = None
+    activation: str | None = None
+    logit_mean: float | None = None
+    logit_sigma: float | None = None
+    step_tag_id: int | None = None
+    returned_token_ids: tuple[int, ...] | None = None
+    enable_chunked_processing: bool = False
+    max_embed_len: int | None = None
+    logit_bias: float | None = None
+    logit_scale: float | None = None
 
     def __post_init__(self) -> None:
-        require(
-            self.pooling_type is None or self.seq_pooling_type is None,
-            f"PoolerConfig: pooling_type={self.pooling_type!r} and seq_pooling_type={self.seq_pooling_type!r} "
-            "are the same setting: give one of them",
-        )
-        for name in self.pooling_types or ():
-            require(
-                name in SEQUENCE_POOLING_TYPES,
-                f"PoolerConfig: unknown pooling_type {name!r}; known: {', '.join(SEQUENCE_POOLING_TYPES)}"
-                + (" (for per-token vectors ask for the task token_embed)" if name == "ALL" else ""),
-            )
-        require(
-            self.normalize is None or isinstance(self.normalize, bool),
-            f"PoolerConfig: normalize={self.normalize!r} is not a bool",
-        )
+        self._translate_old_names()
+        for name in ("pooling_type", "seq_pooling_type", "tok_pooling_type"):
+            value = getattr(self, name)
+            require(value is None or isinstance(value, str), f"PoolerConfig: {name}={value!r} is not a string")
+        for name in ("normalize", "use_activation"):
+            value = getattr(self, name)
+            require(value is None or isinstance(value, bool), f"PoolerConfig: {name}={value!r} is not a bool")
+        _check_pooling_types(self)
         require(
             self.dimensions is None or (is_int(self.dimensions) and self.dimensions > 0),
             f"PoolerConfig: dimensions={self.dimensions!r} is not a positive integer",
         )
+        if self.activation is not None:
+            require(
+                self.activation in ACTIVATIONS,
+                f"PoolerConfig: unknown activation {self.activation!r}; known: {', '.join(ACTIVATIONS)}",
+            )
+            require(
+                self.use_activation is not False or self.activation == "none",
+                f"PoolerConfig: use_activation=False contradicts activation={self.activation!r}",
+            )
+        for name in ("logit_mean", "logit_sigma"):
+            value = getattr(self, name)
+            require(
+                value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)),
+                f"PoolerConfig: {name}={value!r} is not a number",
+            )
+        require(self.logit_sigma != 0, "PoolerConfig: logit_sigma=0 would divide by zero")
+        require(
+            not self.enable_chunked_processing and self.max_embed_len is None,
+            "PoolerConfig: enable_chunked_processing and max_embed_len are not supported by this version; "
+            "split long texts, or truncate them with truncate_prompt_tokens=-1",
+        )
+        if self.returned_token_ids is not None:
+            object.__setattr__(self, "returned_token_ids", tuple(self.returned_token_ids))
 
     @property
     def pooling_types(self) -> tuple[str, ...] | None:
-        """The pooling types asked for, in upper case, or None where nothing is asked."""
-        given = self.pooling_type if self.pooling_type is not None else self.seq_pooling_type
-        if given is None:
-            return None
-        require(isinstance(given, str), f"PoolerConfig: pooling_type={given!r} is not a string")
-        return tuple(part.strip().upper() for part in given.split("+"))
+        """The pooling types for one result per text, in upper case, or None where none is asked."""
+        given = self.pooling_type if self.seq_pooling_type is None else self.seq_pooling_type
+        parts = _parts(given)
+        return None if parts is None or parts[0] in TOKEN_POOLING_TYPES else parts
+
+    @property
+    def token_pooling_type(self) -> str | None:
+        """The pooling type for one result per token, in upper case, or None where none is asked."""
+        given = self.pooling_type if self.tok_pooling_type is None else self.tok_pooling_type
+        parts = _parts(given)
+        return parts[0] if parts is not None and parts[0] in TOKEN_POOLING_TYPES else None
+
+    def _translate_old_names(self) -> None:
+        for old, new, value in (
+            ("logit_bias", "logit_mean", self.logit_bias),
+            ("logit_scale", "logit_sigma", None if not self.logit_scale else 1 / self.logit_scale),
+        ):
+            given = getattr(self, old)
+            if given is None:
+                continue
+            require(getattr(self, new) is None, f"PoolerConfig: {old} and {new} are the same setting: give {new}")
+            require(value is not None, f"PoolerConfig: {old}={given!r} would make every score the same")
+            warnings.warn(f"PoolerConfig({old}=) is old: use {new}={value!r}", DeprecationWarning, stacklevel=4)
+            object.__setattr__(self, new, value)
+            object.__setattr__(self, old, None)
+
+
+def _parts(given: str | None) -> tuple[str, ...] | None:
+    return None if given is None else tuple(part.strip().upper() for part in given.split("+"))
+
+
+def _check_pooling_types(config: PoolerConfig) -> None:
+    allowed = {
+        "pooling_type": SEQUENCE_POOLING_TYPES + TOKEN_POOLING_TYPES,
+        "seq_pooling_type": SEQUENCE_POOLING_TYPES,
+        "tok_pooling_type": TOKEN_POOLING_TYPES,
+    }
+    for name, known in allowed.items():
+        parts = _parts(getattr(config, name)) or ()
+        for part in parts:
+            require(part in known, f"PoolerConfig: unknown {name} {part!r}; known: {', '.join(known)}")
+        require(
+            len(parts) < 2 or not set(parts) & set(TOKEN_POOLING_TYPES),
+            f"PoolerConfig: {name}={getattr(config, name)!r}: ALL and STEP cannot be concatenated",
+        )
+        require(
+            name == "pooling_type" or not parts or config.pooling_type is None,
+            f"PoolerConfig: pooling_type={config.pooling_type!r} and {name}={getattr(config, name)!r} "
+            "are the same setting: give one of them",
+        )
 
 
 # Arguments that users of vLLM pass and that have only their neutral value here.
@@ -94,6 +178,17 @@ _NOT_YET: Mapping[str, Any] = {
     "enable_lora": False,
     "enable_prefix_caching": False,
     "enable_chunked_prefill": False,
+}
+
+
+# The `task=` of older versions of vLLM, and what it means now.
+_OLD_TASKS = {
+    "auto": "auto",
+    "embed": "embed",
+    "embedding": "embed",
+    "classify": "classify",
+    "score": "classify",
+    "reward": "reward",
 }
 
 
@@ -110,7 +205,7 @@ class EngineConfig:
     revision: str | None = _setting(None, "branch, tag or commit of a hub repository")
     trust_remote_code: bool = _setting(False, "run Python code that comes with the checkpoint")
     runner: str = _setting("pooling", "'pooling' or 'auto'; this engine does not generate text")
-    convert: str = _setting("auto", "'auto', 'none' or 'embed': what a causal LM is turned into")
+    convert: str = _setting("auto", "'auto', 'none', 'embed', 'classify' or 'reward': what a model is turned into")
     dtype: str = _setting("auto", "'auto' (the checkpoint's own), 'float32', 'bfloat16' or 'float16'")
     max_model_len: int | None = _setting(None, "longest prompt in tokens; by default what the checkpoint says")
     pooler_config: PoolerConfig | None = _setting(None, "pooling settings that win over the checkpoint's")
@@ -123,6 +218,7 @@ class EngineConfig:
     max_queued_tokens: int = _setting(4_000_000, "tokens that may wait before a server refuses more")
     download_dir: str | None = _setting(None, "where hub downloads are kept")
     served_model_name: str | None = _setting(None, "the model's name over HTTP; by default as given")
+    chat_template: str | None = _setting(None, "Jinja template of a reranker's prompt, as text or a file's name")
     enforce_eager: bool = _setting(False, "never capture CUDA graphs")
     use_tqdm_on_load: bool = _setting(True, "show a progress bar while weights load")
 
@@ -132,7 +228,7 @@ class EngineConfig:
             self.runner in ("auto", "pooling"),
             f"runner={self.runner!r}: this engine pools and does not generate text; use runner='pooling'",
         )
-        _one_of("convert", self.convert, ("auto", "none", "embed"))
+        _one_of("convert", self.convert, ("auto", "none", "embed", "classify", "reward"))
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("model_impl", self.model_impl, ("auto", "native", "transformers"))
         require(
@@ -164,6 +260,16 @@ class EngineConfig:
                     given in (None, neutral),
                     f"{name}={given!r} is not supported by this version; leave it at {neutral!r}",
                 )
+        if "override_pooler_config" in values:
+            warnings.warn("override_pooler_config= is old: use pooler_config=", DeprecationWarning, stacklevel=3)
+            values.setdefault("pooler_config", values.pop("override_pooler_config"))
+        if "task" in values:
+            task = values.pop("task")
+            require(
+                task in _OLD_TASKS, f"task={task!r} is unknown, and old: use convert= one of {', '.join(_OLD_TASKS)}"
+            )
+            warnings.warn(f"task={task!r} is old: use convert={_OLD_TASKS[task]!r}", DeprecationWarning, stacklevel=3)
+            values.setdefault("convert", _OLD_TASKS[task])
         pooler = values.get("pooler_config")
         if isinstance(pooler, Mapping):
             values["pooler_config"] = from_mapping(PoolerConfig, pooler, what="pooler_config")

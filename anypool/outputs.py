@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -41,6 +42,75 @@ class EmbeddingOutput(PoolingOutput):
         return self.data.shape[-1]
 
 
+@dataclass(frozen=True)
+class ClassificationOutput(PoolingOutput):
+    """Scores of one text. `data` is `[labels]`, float32.
+
+    Attributes:
+        labels: Names of the labels.
+    """
+
+    labels: Mapping[int, str] = field(default_factory=dict)
+
+    @cached_property
+    def probs(self) -> list[float]:
+        """The scores as Python floats: probabilities, unless the activation was switched off."""
+        return self.data.tolist()
+
+    @property
+    def num_classes(self) -> int:
+        return self.data.shape[-1]
+
+    @property
+    def label(self) -> str:
+        """Name of the label with the highest score."""
+        best = int(self.data.argmax())
+        return self.labels.get(best, f"LABEL_{best}")
+
+
+@dataclass(frozen=True)
+class TokenClassificationOutput(PoolingOutput):
+    """Scores of each token. `data` is `[tokens, labels]`, float32.
+
+    Attributes:
+        labels: Names of the labels.
+        offsets: Start and end of each token in the text, in characters, (0, 0) for special tokens; None where the
+            prompt was token ids, or step tags were chosen.
+    """
+
+    labels: Mapping[int, str] = field(default_factory=dict)
+    offsets: list[tuple[int, int]] | None = None
+
+    @property
+    def token_labels(self) -> list[str]:
+        """Name of each token's label with the highest score."""
+        return [self.labels.get(best, f"LABEL_{best}") for best in self.data.argmax(dim=-1).tolist()]
+
+
+@dataclass(frozen=True)
+class ScoringOutput(PoolingOutput):
+    """How well two texts fit. `data` is a float32 scalar."""
+
+    @property
+    def score(self) -> float:
+        return float(self.data)
+
+
+@dataclass(frozen=True)
+class RerankResult:
+    """One document of a ranking.
+
+    Attributes:
+        index: Its place among the documents given.
+        document: Its text.
+        relevance_score: Larger is more relevant.
+    """
+
+    index: int
+    document: str
+    relevance_score: float
+
+
 OutputT = TypeVar("OutputT", bound=PoolingOutput)
 
 
@@ -71,3 +141,15 @@ class PoolingRequestOutput(_RequestOutput[PoolingOutput]):
 
 class EmbeddingRequestOutput(_RequestOutput[EmbeddingOutput]):
     """What `LLM.embed` returns for each prompt."""
+
+
+class ClassificationRequestOutput(_RequestOutput[ClassificationOutput]):
+    """What `LLM.classify` returns for each prompt."""
+
+
+class TokenClassificationRequestOutput(_RequestOutput[TokenClassificationOutput]):
+    """What `LLM.token_classify` returns for each prompt."""
+
+
+class ScoringRequestOutput(_RequestOutput[ScoringOutput]):
+    """What `LLM.score` returns for each pair. `prompt_token_ids` are those of both texts."""

@@ -4,39 +4,32 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from anypool.adapters.pooling_model import as_pooling_model
+from anypool.adapters.heads import Head, find_head
+from anypool.adapters.lm_head_rows import head_from_config, manifest_head, rows_head
+from anypool.adapters.pooling_model import as_pooling_model, score_poolers
+from anypool.adapters.rerank_templates import ChatTemplate, RerankTemplate, find_manifest
 from anypool.adapters.sentence_transformers import Recipe, build_head, read_recipe
+from anypool.adapters.settings import Setting, pooling_defaults, resolve_settings
 from anypool.config import EngineConfig, PoolerConfig
-from anypool.errors import ConfigError, InvalidParameterError
+from anypool.errors import ConfigError
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import is_pooling_model, load_backbone
 from anypool.model_executor.registry import ModelRegistry
-from anypool.model_executor.weights.checkpoint import open_checkpoint
+from anypool.model_executor.weights.checkpoint import Checkpoint, open_checkpoint
 from anypool.model_executor.weights.loading import construct
 from anypool.model_executor.weights.repository import Repository
-from anypool.pooling.methods import PoolingType
-from anypool.pooling.plan import EmbeddingSize, PoolingDefaults
+from anypool.pooling.plan import PoolingDefaults
 from anypool.pooling.pooler import EmbedPooler
 from anypool.pooling.tasks import PoolingTask
 
 logger = logging.getLogger(__name__)
-
-_USER, _FILES, _CLASS = "user", "sentence-transformers files", "model class"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A resolved setting and who decided it."""
-
-    value: Any
-    source: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +40,8 @@ class LoadedModel:
         model: The pooling model, in memory.
         config: What config.json says.
         recipe: What the sentence-transformers files say.
+        head: What gives scores; None where there is none.
+        rerank_template: How a query and a document become a prompt, for rerankers that read prompts.
         defaults: What a request gets where it asks for nothing.
         settings: Pooling settings by name, each with who decided it.
         device, dtype: Where and in what the backbone runs.
@@ -56,116 +51,143 @@ class LoadedModel:
     repository: Repository
     config: ModelConfig
     recipe: Recipe
+    head: Head | None
+    rerank_template: RerankTemplate | None
     defaults: PoolingDefaults
     settings: Mapping[str, Setting]
     device: torch.device
     dtype: torch.dtype
 
 
-def load_pooling_model(engine: EngineConfig) -> LoadedModel:
-    """Loads a checkpoint as a pooling model.
+@dataclass(frozen=True, kw_only=True)
+class OpenedModel:
+    """A checkpoint whose small files have been read, before its weights are.
 
-    Raises:
-        ModelLoadError: The checkpoint cannot be found, read or run.
-        ConfigError: A setting contradicts the checkpoint.
+    Attributes:
+        repository: All its files.
+        backbone: Those of the transformer, which may lie in a folder of their own.
+        config: What config.json says.
+        recipe: What the sentence-transformers files say.
     """
+
+    repository: Repository
+    backbone: Repository
+    config: ModelConfig
+    recipe: Recipe
+
+
+def open_model(engine: EngineConfig) -> OpenedModel:
+    """Finds a checkpoint, fetches it where it is a hub id, and reads its small files."""
     repository = Repository.open(engine.model, revision=engine.revision, cache_dir=engine.download_dir)
     recipe = read_recipe(repository)
     backbone = repository.subfolder(recipe.backbone)
     config = ModelConfig.from_pretrained(
         backbone, overrides=engine.hf_overrides, trust_remote_code=engine.trust_remote_code
     )
-    model_cls = ModelRegistry.resolve_model_cls(config, model_impl=engine.model_impl)
-    if engine.convert == "none" and not is_pooling_model(model_cls):
+    return OpenedModel(repository=repository, backbone=backbone, config=config, recipe=recipe)
+
+
+def load_pooling_model(
+    engine: EngineConfig, opened: OpenedModel | None = None, *, token_id: Callable[[str], int] | None = None
+) -> LoadedModel:
+    """Loads a checkpoint as a pooling model.
+
+    Args:
+        engine: What to load and how.
+        opened: The checkpoint, where it has been opened already.
+        token_id: The tokenizer's id of a token, for heads made of LM-head rows.
+
+    Raises:
+        ModelLoadError: The checkpoint cannot be found, read or run.
+        ConfigError: A setting contradicts the checkpoint.
+    """
+    opened = opened or open_model(engine)
+    config, recipe, user = opened.config, opened.recipe, engine.pooler_config or PoolerConfig()
+    model_cls: Any = ModelRegistry.resolve_model_cls(config, model_impl=engine.model_impl)
+    own_pooler = is_pooling_model(model_cls)
+    if engine.convert == "none" and not own_pooler:
         raise ConfigError(
             f"convert='none': {model_cls.__name__} is not a pooling model; use convert='auto' or convert='embed'"
         )
     device = pick_device(engine.device)
     dtype = pick_dtype(engine.dtype, config, device)
-    pooling_cls: Any = as_pooling_model(model_cls, PoolingTask.EMBED)
-    model: Any = construct(lambda: pooling_cls(config))
-    settings = resolve_settings(pooling_cls, config, recipe, engine.pooler_config or PoolerConfig())
+    checkpoint = open_checkpoint(opened.backbone)
+    head = None if own_pooler else _head(engine, config, checkpoint, user, token_id)
+    claimed = head.tensors if head is not None else frozenset()
+    if engine.convert == "embed":
+        head = None
+    pooling_cls: Any = as_pooling_model(model_cls, _primary_task(head, engine.convert))
+    model: Any = construct(lambda: pooling_cls(config) if own_pooler else pooling_cls(config, head))
+    settings = resolve_settings(pooling_cls, config, recipe, user, head)
     types = settings["pooling_type"].value
-    head, size = build_head(repository, recipe, config.hidden_size * len(types))
+    dense, size = build_head(opened.repository, recipe, config.hidden_size * len(types))
+    progress = engine.use_tqdm_on_load
     if hasattr(model, "load"):
-        model.load(backbone, device=device, dtype=dtype, progress=engine.use_tqdm_on_load)
+        model.load(opened.backbone, device=device, dtype=dtype, claimed=claimed, progress=progress)
     else:
         load_backbone(
-            model,
-            open_checkpoint(backbone),
-            name=repository.name,
-            device=device,
-            dtype=dtype,
-            progress=engine.use_tqdm_on_load,
+            model, checkpoint, name=config.name, device=device, dtype=dtype, claimed=claimed, progress=progress
         )
-    if isinstance(model.pooler[PoolingTask.EMBED], EmbedPooler):
-        model.pooler.install(PoolingTask.EMBED, EmbedPooler(types, head.to(device)))
+    if own_pooler:
+        size = getattr(model, "embedding_size", config.hidden_size)
+    else:
+        model.pooler.install(PoolingTask.EMBED, EmbedPooler(types, dense.to(device)))
+        if head is not None:
+            head.module.to(device)
+            for task, pooler in score_poolers(head, types=settings["score_pooling_type"].value).items():
+                model.pooler.install(task, pooler)
     model.eval()
     return LoadedModel(
         model=model,
-        repository=repository,
+        repository=opened.repository,
         config=config,
         recipe=recipe,
-        defaults=_defaults(model, config, settings, size),
+        head=head,
+        rerank_template=_rerank_template(engine, config, head),
+        defaults=pooling_defaults(model, config, settings, size, user, head),
         settings=settings,
         device=device,
         dtype=dtype,
     )
 
 
-def resolve_settings(model_cls: Any, config: ModelConfig, recipe: Recipe, user: PoolerConfig) -> dict[str, Setting]:
-    """Each pooling setting from the user, else the sentence-transformers files, else the model class."""
-    if user.pooling_types is not None:
-        types = Setting(tuple(PoolingType(name) for name in user.pooling_types), _USER)
-    elif recipe.types is not None:
-        types = Setting(recipe.types, _FILES)
-    else:
-        types = Setting((_guess(model_cls, config),), _CLASS)
-        logger.warning(
-            "%s has no modules.json: pooling %s is a guess; set PoolerConfig(pooling_type=...) if it is another",
-            config.name,
-            types.value[0],
+def _head(
+    engine: EngineConfig,
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    user: PoolerConfig,
+    token_id: Callable[[str], int] | None,
+) -> Head | None:
+    """The head of the checkpoint, or one made of LM-head rows where config.json or the user asks for that."""
+    head = head_from_config(config, checkpoint, token_id) or find_head(config, checkpoint)
+    manifest = find_manifest(config)
+    if head is None and manifest is not None and token_id is not None and engine.convert != "embed":
+        head = manifest_head(config, checkpoint, manifest, token_id)
+    if head is None and user.returned_token_ids is not None:
+        head = rows_head(config, checkpoint, user.returned_token_ids, token_level=True)
+    if head is None and engine.convert == "classify":
+        raise ConfigError(
+            f"convert='classify': {config.name} has no classification head. Load a checkpoint saved as "
+            "...ForSequenceClassification or ...ForTokenClassification, or make a head from rows of the LM head with "
+            "hf_overrides={'classifier_from_token': [...], 'method': 'no_post_processing'}"
         )
-    return {
-        "pooling_type": types,
-        "normalize": _first(user.normalize, recipe.normalize, getattr(model_cls, "default_normalize", True)),
-        "dimensions": _first(user.dimensions, recipe.truncate_dim, None),
-    }
+    return head
 
 
-def _guess(model_cls: Any, config: ModelConfig) -> PoolingType:
-    """The class's own type; MEAN for a decoder that was saved without its LM head, or that attends in both directions.
-
-    So does sentence-transformers since 5.4 with a folder that has no modules.json.
-    """
-    is_causal_lm = config.is_causal and not config.architecture.endswith("Model")
-    if getattr(model_cls, "attn_type", "decoder") == "decoder" and not is_causal_lm:
-        return PoolingType.MEAN
-    return PoolingType(getattr(model_cls, "default_pooling_type", "LAST"))
+def _rerank_template(engine: EngineConfig, config: ModelConfig, head: Head | None) -> RerankTemplate | None:
+    """The user's template, else the known reranker's, where the model scores texts."""
+    if engine.chat_template is not None:
+        return ChatTemplate(engine.chat_template)
+    return find_manifest(config) if head is not None and not head.recipe.token_level else None
 
 
-def _first(user: Any, files: Any, cls: Any) -> Setting:
-    if user is not None:
-        return Setting(user, _USER)
-    return Setting(files, _FILES) if files is not None else Setting(cls, _CLASS)
-
-
-def _defaults(model: Any, config: ModelConfig, settings: Mapping[str, Setting], size: int) -> PoolingDefaults:
-    allowed = EmbeddingSize(
-        model=config.name,
-        full=size,
-        allowed=config.matryoshka_dimensions,
-        cuttable=config.is_matryoshka is not False,
-    )
-    dimensions = settings["dimensions"].value
-    if dimensions is not None:
-        try:
-            allowed.check(dimensions)
-        except InvalidParameterError as error:
-            raise ConfigError(str(error)) from error
-    return PoolingDefaults(
-        tasks=model.pooler.tasks, size=allowed, normalize=settings["normalize"].value, dimensions=dimensions
-    )
+def _primary_task(head: Head | None, convert: str) -> PoolingTask:
+    """The task that the model's class is named after."""
+    if head is None:
+        return PoolingTask.REWARD if convert == "reward" else PoolingTask.EMBED
+    if head.is_reward or convert == "reward":
+        return PoolingTask.REWARD
+    return PoolingTask.TOKEN_CLASSIFY if head.recipe.token_level else PoolingTask.CLASSIFY
 
 
 def pick_device(asked: str) -> torch.device:

@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from anypool.adapters.heads import Head, HeadRecipe
 from anypool.errors import UnsupportedTaskError
+from anypool.model_executor.layers.linear import Linear
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import (
     is_encoder_model,
@@ -16,7 +18,14 @@ from anypool.model_executor.models.interfaces import (
     is_text_generation_model,
 )
 from anypool.pooling.methods import PoolingType
-from anypool.pooling.pooler import DispatchPooler, EmbedPooler, Pooler, TokenEmbedPooler
+from anypool.pooling.pooler import (
+    DispatchPooler,
+    EmbedPooler,
+    Pooler,
+    ScorePooler,
+    TokenEmbedPooler,
+    TokenScorePooler,
+)
 from anypool.pooling.tasks import PoolingTask, parse_task
 
 _SUFFIXES = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration|ChatModel|Model)$")
@@ -28,10 +37,6 @@ _NAMES = {
     PoolingTask.TOKEN_EMBED: "ForTokenEmbedding",
     PoolingTask.TOKEN_CLASSIFY: "ForTokenClassification",
 }
-
-# Tasks whose pooler needs no weights beside the backbone's.
-_HEADLESS = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
-
 
 _made: dict[tuple[type[nn.Module], PoolingTask], type[nn.Module]] = {}
 
@@ -55,16 +60,33 @@ class PoolingMixin:
         """No LM head: it is neither allocated nor read."""
         return None
 
-    def build_poolers(self) -> dict[PoolingTask, Pooler]:
-        """The poolers that this class brings by itself; a checkpoint's recipe may replace them."""
-        return {
-            PoolingTask.EMBED: EmbedPooler((PoolingType(getattr(self, "default_pooling_type", "LAST")),)),
-            PoolingTask.TOKEN_EMBED: TokenEmbedPooler(),
-        }
+    def build_poolers(self, head: Head | None) -> dict[PoolingTask, Pooler]:
+        """A pooler per task: embeddings always, scores where there is a head, raw states as the reward of a decoder."""
+        embed = EmbedPooler((PoolingType(getattr(self, "default_pooling_type", "LAST")),))
+        poolers: dict[PoolingTask, Pooler] = {PoolingTask.EMBED: embed, PoolingTask.TOKEN_EMBED: TokenEmbedPooler()}
+        if head is not None:
+            poolers |= score_poolers(head)
+        elif not is_encoder_model(type(self)):
+            poolers[PoolingTask.REWARD] = TokenEmbedPooler()
+        return poolers
 
     def compute_logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """Pooling models have no logits."""
         raise UnsupportedTaskError(f"{type(self).__name__} pools and has no LM head, so it has no logits")
+
+
+def score_poolers(head: Head, *, types: tuple[PoolingType, ...] = ()) -> dict[PoolingTask, Pooler]:
+    """The poolers of the tasks that a head serves, over one and the same module.
+
+    Args:
+        head: The head.
+        types: Pooling types of a sequence-level head, in place of its recipe's.
+    """
+    by_token = TokenScorePooler(head.module)
+    if head.recipe.token_level:
+        return {PoolingTask.TOKEN_CLASSIFY: by_token, PoolingTask.REWARD: by_token}
+    by_text = ScorePooler(types or (head.recipe.pooling,), head.module)
+    return {PoolingTask.CLASSIFY: by_text, PoolingTask.TOKEN_CLASSIFY: by_token, PoolingTask.REWARD: by_text}
 
 
 def as_pooling_model(model_cls: type[nn.Module], task: PoolingTask | str = PoolingTask.EMBED) -> type[nn.Module]:
@@ -73,6 +95,9 @@ def as_pooling_model(model_cls: type[nn.Module], task: PoolingTask | str = Pooli
     The result is a subclass, so LoRA targets, parallel plans and multimodal hooks are inherited. It is made once per
     class and task. `compute_logits` is gone, the LM head is not built, and `pooler` holds a pooler per task.
 
+    It is built from a `ModelConfig` and, where it has one, a `Head`. A class made for "classify" or "token_classify"
+    that is given none has an empty linear layer `score` of `config.head.labels` rows.
+
     Args:
         model_cls: A causal LM (it has `compute_logits`), an encoder (`attn_type = "encoder_only"`), or a class that
             pools already, which is returned unchanged.
@@ -80,7 +105,6 @@ def as_pooling_model(model_cls: type[nn.Module], task: PoolingTask | str = Pooli
 
     Raises:
         TypeError: The class is none of these.
-        UnsupportedTaskError: The task needs a head that a backbone alone does not have.
     """
     task = parse_task(task)
     if not (isinstance(model_cls, type) and issubclass(model_cls, nn.Module)):
@@ -92,23 +116,21 @@ def as_pooling_model(model_cls: type[nn.Module], task: PoolingTask | str = Pooli
             f"{model_cls.__name__} cannot be made a pooling model: it has no compute_logits, as a causal LM has, "
             "and is not marked as an encoder with attn_type = 'encoder_only'"
         )
-    if task not in _HEADLESS:
-        raise UnsupportedTaskError(
-            f"task {task.value!r} needs a head with weights of its own, which {model_cls.__name__} does not have; "
-            f"without one it serves {', '.join(_HEADLESS)}",
-            param="task",
-        )
     if (model_cls, task) not in _made:
         _made[model_cls, task] = _subclass(model_cls, task)
     return _made[model_cls, task]
 
 
 def _subclass(model_cls: type[nn.Module], task: PoolingTask) -> type[nn.Module]:
-    def __init__(self: Any, config: ModelConfig) -> None:
+    def __init__(self: Any, config: ModelConfig, head: Head | None = None) -> None:
         model_cls.__init__(self, config)
         if getattr(self, "lm_head", None) is not None:
             self.lm_head = None  # a class of someone else's that builds its head without the hook
-        self.pooler = DispatchPooler(self.build_poolers())
+        if head is None and task in (PoolingTask.CLASSIFY, PoolingTask.TOKEN_CLASSIFY):
+            self.score = Linear(config.hidden_size, config.head.labels or 2)
+            recipe = HeadRecipe(layers=(), token_level=task is PoolingTask.TOKEN_CLASSIFY)
+            head = Head(module=self.score, recipe=recipe, labels=self.score.out_features)
+        self.pooler = DispatchPooler(self.build_poolers(head))
 
     name = _SUFFIXES.sub("", model_cls.__name__) + _NAMES[task]
     namespace = {

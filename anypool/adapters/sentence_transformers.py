@@ -74,6 +74,7 @@ class Recipe:
         do_lower_case: Whether text is lower-cased first.
         truncate_dim: How many dimensions are kept by default.
         similarity_fn_name: How vectors are meant to be compared.
+        score_activation: Dotted path of the activation that a CrossEncoder was saved with.
     """
 
     backbone: str = ""
@@ -87,6 +88,7 @@ class Recipe:
     do_lower_case: bool = False
     truncate_dim: int | None = None
     similarity_fn_name: str | None = None
+    score_activation: str | None = None
 
 
 def read_recipe(repository: Repository) -> Recipe:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Union
 
+from anypool.adapters.rerank_templates import TemplatedPrompt
 from anypool.errors import InvalidPromptError
 
 Prompt = Union[str, "list[int]", Mapping[str, Any]]
@@ -28,8 +30,18 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bo
     return list(prompts), False  # type: ignore[arg-type]
 
 
-def check_prompt(prompt: Prompt, index: int) -> str | list[int]:
-    """A prompt's text or token ids.
+@dataclass(frozen=True)
+class TextPair:
+    """Two texts that a cross-encoder reads together."""
+
+    first: str
+    second: str
+
+
+def check_prompt(
+    prompt: Prompt | TextPair | TemplatedPrompt, index: int
+) -> str | list[int] | TextPair | TemplatedPrompt:
+    """A prompt's text or token ids; a pair and a templated prompt are returned as they are.
 
     Args:
         prompt: In any of its forms.
@@ -38,6 +50,14 @@ def check_prompt(prompt: Prompt, index: int) -> str | list[int]:
     Raises:
         InvalidPromptError: It has none of the forms, or is text that is not valid Unicode.
     """
+    if isinstance(prompt, TextPair):
+        check_text(prompt.first, f"input {index}")
+        check_text(prompt.second, f"input {index}")
+        return prompt
+    if isinstance(prompt, TemplatedPrompt):
+        for piece in prompt.pieces:
+            check_text(piece, f"input {index}")
+        return prompt
     if isinstance(prompt, Mapping):
         if len(prompt) != 1 or next(iter(prompt)) not in ("prompt", "prompt_token_ids"):
             raise InvalidPromptError(f"input {index} has the keys {sorted(map(str, prompt))}; give {_FORMS}")

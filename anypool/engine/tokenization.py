@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from anypool.errors import CheckpointFormatError, InvalidPromptError
+from anypool.errors import CheckpointFormatError, ConfigError, InvalidPromptError
 from anypool.model_executor.weights.repository import Repository
 
 if TYPE_CHECKING:
@@ -68,9 +68,55 @@ class Tokenizer:
             truncation_side=config.get("truncation_side", "right"),
         )
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, special tokens included, uncut."""
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=True)]
+    def encode(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text, uncut, with the special tokens around it unless they are switched off."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def encode_pair(self, first: str, second: str, limit: int | None) -> tuple[list[int], list[int], int]:
+        """Two texts as one prompt, in the tokenizer's pair template.
+
+        Args:
+            first: The first text.
+            second: The second text.
+            limit: Longest result; the longer text is cut on the right, then both alike. None cuts nothing.
+
+        Returns:
+            Token ids, segment ids, and how many ids there were before cutting.
+        """
+        one, two = self._backend.encode_batch([first, second], add_special_tokens=False)
+        special = self._backend.num_special_tokens_to_add(True)
+        full = len(one) + len(two) + special
+        if limit is not None and full > limit:
+            if limit < special:
+                raise InvalidPromptError(
+                    f"truncate_prompt_tokens={limit} leaves no room: the special tokens alone are {special}",
+                    param="truncate_prompt_tokens",
+                )
+            keep_one, keep_two = longest_first(len(one), len(two), limit - special)
+            one.truncate(keep_one)
+            two.truncate(keep_two)
+        joined = self._backend.post_process(one, two, True)
+        return joined.ids, joined.type_ids, full
+
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """Start and end in characters of each token of a text; (0, 0) for the special tokens around it."""
+        offsets: list[tuple[int, int]] = self._backend.encode(text, add_special_tokens=True).offsets
+        return offsets
+
+    def token_id(self, token: str) -> int:
+        """The id of a token written as the vocabulary has it, or as text that is one token.
+
+        Raises:
+            ConfigError: The text is no token, or more than one.
+        """
+        known: int | None = self._backend.token_to_id(token)
+        if known is not None:
+            return known
+        ids = self.encode([token], special_tokens=False)[0]
+        if len(ids) != 1:
+            raise ConfigError(f"{token!r} is not one token of this model's vocabulary: it is {len(ids)}, {ids}")
+        return ids[0]
 
     def prompt_length(self, prompt: str) -> int:
         """How many leading tokens a prompt takes: its own with special tokens, without a special one at the end."""
@@ -89,6 +135,16 @@ class Tokenizer:
         raise CheckpointFormatError("the tokenizer's special tokens do not stand before and after the text")
 
 
+def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
+    """How many tokens of a pair are kept: the longer text loses first, as the `tokenizers` library has it."""
+    short, long = min(first, second), max(first, second)
+    long = short if short > room else max(short, room - short)
+    if short + long > room:
+        short = room // 2
+        long = short + room % 2
+    return (short, long) if first <= second else (long, short)
+
+
 def truncate(
     ids: list[int], limit: int, *, side: str, prefix: Sequence[int] = (), suffix: Sequence[int] = ()
 ) -> list[int]:
@@ -99,6 +155,13 @@ def truncate(
     """
     if len(ids) <= limit:
         return ids
+    return [ids[i] for i in kept_positions(ids, limit, side=side, prefix=prefix, suffix=suffix)]
+
+
+def kept_positions(
+    ids: list[int], limit: int, *, side: str, prefix: Sequence[int] = (), suffix: Sequence[int] = ()
+) -> list[int]:
+    """Which places of a prompt that is too long `truncate` keeps."""
     before = len(prefix) if prefix and ids[: len(prefix)] == list(prefix) else 0
     after = len(suffix) if suffix and ids[-len(suffix) :] == list(suffix) else 0
     room = limit - before - after
@@ -107,9 +170,9 @@ def truncate(
             f"truncate_prompt_tokens={limit} leaves no room: the special tokens alone are {before + after}",
             param="truncate_prompt_tokens",
         )
-    body = ids[before : len(ids) - after]
-    kept = body[:room] if side == "right" else body[len(body) - room :]
-    return ids[:before] + kept + ids[len(ids) - after :]
+    end = len(ids) - after
+    body = range(before, before + room) if side == "right" else range(end - room, end)
+    return [*range(before), *body, *range(end, len(ids))]
 
 
 def _append_eos(backend: Any, config: dict[str, Any]) -> None:

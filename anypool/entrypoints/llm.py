@@ -4,28 +4,60 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from tqdm import tqdm
 
-from anypool.config import EngineConfig
-from anypool.engine.engine import Engine, PromptOptions
+from anypool.adapters.heads import labels_of
+from anypool.adapters.rerank_templates import ChatTemplate
+from anypool.config import EngineConfig, is_int
+from anypool.engine.engine import Engine
+from anypool.engine.preparation import PromptOptions
 from anypool.engine.prompts import Prompt, as_prompt_list
 from anypool.engine.request import Request
-from anypool.errors import InvalidParameterError
+from anypool.entrypoints.scoring import Scores, as_pairs, score_pairs
+from anypool.errors import InvalidParameterError, InvalidPromptError
 from anypool.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
+    RerankResult,
+    ScoringOutput,
+    ScoringRequestOutput,
+    TokenClassificationOutput,
+    TokenClassificationRequestOutput,
 )
 from anypool.pooling.params import PoolingParams
 from anypool.pooling.tasks import PoolingTask, encode2pooling_task, parse_task
 
-OutputT = TypeVar("OutputT")
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class PromptArguments(TypedDict, total=False):
+    """What every method takes about its prompts.
+
+    Attributes:
+        prompt_name: Which of the checkpoint's prompts to put before each text; None for its default one.
+        prompt: Text to put before each text, in place of a named prompt.
+        use_tqdm: Whether to show a progress bar, or a factory of one.
+        truncate_prompt_tokens: Cut longer prompts to this many tokens, special ones kept; -1 for the model's limit.
+        truncation_side: "right" or "left": the end that is cut; None for the tokenizer's own.
+        tokenization_kwargs: `truncate_prompt_tokens` and `truncation_side` in a dictionary.
+    """
+
+    prompt_name: str | None
+    prompt: str | None
+    use_tqdm: bool | Callable[..., tqdm[Any]]
+    truncate_prompt_tokens: int | None
+    truncation_side: str | None
+    tokenization_kwargs: dict[str, Any] | None
 
 
 class LLM:
@@ -60,25 +92,14 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        *,
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        use_tqdm: bool | Callable[..., tqdm[Any]] = True,
-        truncate_prompt_tokens: int | None = None,
-        truncation_side: str | None = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
+        **arguments: Unpack[PromptArguments],
     ) -> list[EmbeddingRequestOutput]:
         """Embeds prompts.
 
         Args:
             prompts: A text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or a list of these.
             pooling_params: Dimensions and normalisation, for all prompts or one per prompt.
-            prompt_name: Which of the checkpoint's prompts to put before each text; None for its default one.
-            prompt: Text to put before each text, in place of a named prompt.
-            use_tqdm: Whether to show a progress bar, or a factory of one.
-            truncate_prompt_tokens: Cut longer prompts to this many tokens, special ones kept; -1 for the model's limit.
-            truncation_side: "right" or "left": the end that is cut; None for the tokenizer's own.
-            tokenization_kwargs: `truncate_prompt_tokens` and `truncation_side` in a dictionary.
+            **arguments: The fields of `PromptArguments`.
 
         Returns:
             One output per prompt, in the order given; an empty list for an empty list.
@@ -87,16 +108,70 @@ class LLM:
             InvalidRequestError: A prompt or parameter cannot be served; nothing has been run then.
             EngineError: The engine failed on a prompt.
         """
-        options = _options(prompt_name, prompt, truncate_prompt_tokens, truncation_side, tokenization_kwargs)
-        requests, results = self._run(prompts, PoolingTask.EMBED, pooling_params, options, use_tqdm)
+        requests, results = self._run(prompts, PoolingTask.EMBED, pooling_params, arguments)
         return [
-            EmbeddingRequestOutput(
-                request_id=request.request_id,
-                outputs=EmbeddingOutput(result),
-                prompt_token_ids=request.token_ids,
-                num_truncated_tokens=request.num_truncated_tokens,
+            EmbeddingRequestOutput(**_common(request), outputs=EmbeddingOutput(result))
+            for request, result in zip(requests, results, strict=True)
+        ]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **arguments: Unpack[PromptArguments],
+    ) -> list[ClassificationRequestOutput]:
+        """Scores prompts by label; `outputs.probs`, `outputs.label`. Arguments and errors as for `embed`."""
+        requests, results = self._run(prompts, PoolingTask.CLASSIFY, pooling_params, arguments)
+        return [
+            ClassificationRequestOutput(
+                **_common(request), outputs=ClassificationOutput(result, labels=self._labels(result))
             )
             for request, result in zip(requests, results, strict=True)
+        ]
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **arguments: Unpack[PromptArguments],
+    ) -> list[PoolingRequestOutput]:
+        """Rewards prompts. Arguments and errors as for `embed`.
+
+        `outputs.data` is `[1]` for a reward model, `[steps, 1]` for a process-reward model, and `[tokens, D]`, the raw
+        hidden states, for a causal LM without a head.
+        """
+        return self._raw(prompts, PoolingTask.REWARD, pooling_params, arguments)
+
+    def token_embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **arguments: Unpack[PromptArguments],
+    ) -> list[PoolingRequestOutput]:
+        """One vector per token; `outputs.data` is `[tokens, D]`. Arguments and errors as for `embed`."""
+        return self._raw(prompts, PoolingTask.TOKEN_EMBED, pooling_params, arguments)
+
+    def token_classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **arguments: Unpack[PromptArguments],
+    ) -> list[TokenClassificationRequestOutput]:
+        """Scores each token by label, with its place in the text. Arguments and errors as for `embed`."""
+        listed, _ = as_prompt_list(prompts)
+        requests, results = self._run(listed, PoolingTask.TOKEN_CLASSIFY, pooling_params, arguments)
+        offsets = [
+            self.engine.offsets(prompt, request, _options(arguments))
+            for prompt, request in zip(listed, requests, strict=True)
+        ]
+        return [
+            TokenClassificationRequestOutput(
+                **_common(request),
+                outputs=TokenClassificationOutput(
+                    result, labels=self._labels(result), offsets=place if place and len(place) == len(result) else None
+                ),
+            )
+            for request, result, place in zip(requests, results, offsets, strict=True)
         ]
 
     def encode(
@@ -105,20 +180,15 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         pooling_task: str | None = None,
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        use_tqdm: bool | Callable[..., tqdm[Any]] = True,
-        truncate_prompt_tokens: int | None = None,
-        truncation_side: str | None = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
+        **arguments: Unpack[PromptArguments],
     ) -> list[PoolingRequestOutput]:
-        """Runs any task and returns its raw result.
+        """Runs any task and returns its raw result, `outputs.data`. Arguments and errors as for `embed`.
 
         Args:
-            pooling_task: "embed" or "token_embed". None and "encode" mean token_embed, and warn.
-
-        The other arguments, the result's order and the errors are those of `embed`. `outputs.data` is `[E]` for
-        "embed" and `[tokens, E]` for "token_embed".
+            prompts: As for `embed`.
+            pooling_params: As for `embed`.
+            pooling_task: A name in `supported_tasks`. None and "encode" mean token_embed, and warn.
+            **arguments: As for `embed`.
         """
         if pooling_task is None or pooling_task == "encode":
             task = encode2pooling_task(self.engine.supported_tasks)
@@ -129,28 +199,150 @@ class LLM:
             )
         else:
             task = parse_task(pooling_task)
-        options = _options(prompt_name, prompt, truncate_prompt_tokens, truncation_side, tokenization_kwargs)
-        requests, results = self._run(prompts, task, pooling_params, options, use_tqdm)
+        return self._raw(prompts, task, pooling_params, arguments)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        pooling_params: PoolingParams | None = None,
+        chat_template: str | None = None,
+        instruction: str | None = None,
+        **arguments: Unpack[PromptArguments],
+    ) -> list[ScoringRequestOutput]:
+        """Scores pairs of texts, one with one, one with several, or several with as many.
+
+        A cross-encoder or reranker reads the pair; any other model compares embeddings, by the checkpoint's own
+        similarity or by cosine. Pairs that are too long are cut, a reranker's template never; pass
+        `truncate_prompt_tokens=None` to get an error instead.
+
+        Args:
+            data_1: The first text of each pair, or the one of all: the query.
+            data_2: The second texts: the documents.
+            pooling_params: Such as `activation`, for cross-encoders.
+            chat_template: Jinja template of the prompt, or the name of a file, in place of the model's own.
+            instruction: For templates that take one.
+            **arguments: As for `embed`.
+
+        Raises:
+            InvalidRequestError: The numbers of texts do not fit, or the model gives several labels.
+        """
+        left, right = as_pairs(data_1, data_2)
+        scores = self._scores(left, right, pooling_params, chat_template, instruction, arguments, roles=False)
         return [
-            PoolingRequestOutput(
-                request_id=request.request_id,
-                outputs=PoolingOutput(result),
-                prompt_token_ids=request.token_ids,
-                num_truncated_tokens=request.num_truncated_tokens,
+            ScoringRequestOutput(
+                request_id=requests[0].request_id,
+                outputs=ScoringOutput(score),
+                prompt_token_ids=[i for request in requests for i in request.token_ids],
+                num_truncated_tokens=sum(request.num_truncated_tokens for request in requests),
             )
+            for score, requests in scores
+        ]
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        *,
+        pooling_params: PoolingParams | None = None,
+        chat_template: str | None = None,
+        instruction: str | None = None,
+        **arguments: Unpack[PromptArguments],
+    ) -> list[RerankResult]:
+        """Documents by relevance to a query, best first. Arguments and errors as for `score`.
+
+        An embedding model puts its own prompts, where it has some, before the query and the documents.
+
+        Args:
+            query: The query.
+            documents: The documents.
+            top_n: How many to return; None and 0 return all.
+            pooling_params: As for `score`.
+            chat_template: As for `score`.
+            instruction: As for `score`.
+            **arguments: As for `embed`.
+        """
+        if not isinstance(query, str):
+            raise InvalidPromptError(f"query={query!r} is not a text", param="query")
+        if top_n is not None and (not is_int(top_n) or top_n < 0):
+            raise InvalidParameterError(f"top_n={top_n!r} is not a number of documents", param="top_n")
+        left, right = as_pairs([query] * len(documents), list(documents))
+        scores = self._scores(left, right, pooling_params, chat_template, instruction, arguments, roles=True)
+        ranked = sorted(enumerate(scores), key=lambda entry: -float(entry[1][0]))
+        return [
+            RerankResult(index=index, document=documents[index], relevance_score=float(score))
+            for index, (score, _) in ranked[: top_n or None]
+        ]
+
+    def _scores(
+        self,
+        left: list[str],
+        right: list[str],
+        params: PoolingParams | None,
+        chat_template: str | None,
+        instruction: str | None,
+        arguments: PromptArguments,
+        *,
+        roles: bool,
+    ) -> Scores:
+        arguments = {"truncate_prompt_tokens": -1, **arguments}
+
+        def run(
+            prompts: Sequence[Any], task: PoolingTask, params: PoolingParams | None, options: PromptOptions
+        ) -> tuple[list[Request], list[torch.Tensor]]:
+            return self._submit(prompts, task, params, options, arguments.get("use_tqdm", True))
+
+        return score_pairs(
+            self.engine,
+            run,
+            left,
+            right,
+            params=params,
+            options=_options(arguments),
+            template=ChatTemplate(chat_template) if chat_template is not None else None,
+            instruction=instruction,
+            roles=roles,
+        )
+
+    def _raw(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        task: PoolingTask,
+        params: PoolingParams | Sequence[PoolingParams] | None,
+        arguments: PromptArguments,
+    ) -> list[PoolingRequestOutput]:
+        requests, results = self._run(prompts, task, params, arguments)
+        return [
+            PoolingRequestOutput(**_common(request), outputs=PoolingOutput(result))
             for request, result in zip(requests, results, strict=True)
         ]
+
+    def _labels(self, result: torch.Tensor) -> Mapping[int, str]:
+        return labels_of(self.engine.loaded.config, result.shape[-1])
 
     def _run(
         self,
         prompts: Prompt | Sequence[Prompt],
         task: PoolingTask,
         params: PoolingParams | Sequence[PoolingParams] | None,
+        arguments: PromptArguments,
+    ) -> tuple[list[Request], list[torch.Tensor]]:
+        options = _options(arguments)
+        listed, _ = as_prompt_list(prompts)
+        return self._submit(listed, task, params, options, arguments.get("use_tqdm", True))
+
+    def _submit(
+        self,
+        prompts: Sequence[Any],
+        task: PoolingTask,
+        params: PoolingParams | Sequence[PoolingParams] | None,
         options: PromptOptions,
         use_tqdm: bool | Callable[..., tqdm[Any]],
     ) -> tuple[list[Request], list[torch.Tensor]]:
-        listed, _ = as_prompt_list(prompts)
-        requests = self.engine.prepare(listed, task, params, options)
+        requests = self.engine.prepare(prompts, task, params, options)
         self.engine.submit(requests)
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
         bar = make_bar(total=len(requests), desc=task.value, unit="prompt", disable=use_tqdm is False)
@@ -183,16 +375,23 @@ class LLM:
             engine.close()
 
 
-def _options(
-    prompt_name: str | None,
-    prompt: str | None,
-    truncate_prompt_tokens: int | None,
-    truncation_side: str | None,
-    tokenization_kwargs: dict[str, Any] | None,
-) -> PromptOptions:
-    values: dict[str, Any] = {"truncate_prompt_tokens": truncate_prompt_tokens, "truncation_side": truncation_side}
-    for key, value in (tokenization_kwargs or {}).items():
+def _options(arguments: PromptArguments) -> PromptOptions:
+    """The options among a call's arguments; an unknown one is an error that lists the known."""
+    known = PromptArguments.__annotations__
+    for name in arguments:
+        if name not in known:
+            raise TypeError(f"unexpected keyword argument {name!r}; known: {', '.join(known)}")
+    values: dict[str, Any] = {name: arguments.get(name) for name in ("truncate_prompt_tokens", "truncation_side")}
+    for key, value in (arguments.get("tokenization_kwargs") or {}).items():
         if key not in values:
             raise InvalidParameterError(f"tokenization_kwargs has {key!r}; known: {', '.join(values)}", param=key)
         values[key] = value
-    return PromptOptions(prompt_name=prompt_name, prompt=prompt, **values)
+    return PromptOptions(prompt_name=arguments.get("prompt_name"), prompt=arguments.get("prompt"), **values)
+
+
+def _common(request: Request) -> dict[str, Any]:
+    return {
+        "request_id": request.request_id,
+        "prompt_token_ids": request.token_ids,
+        "num_truncated_tokens": request.num_truncated_tokens,
+    }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from anypool.errors import CheckpointFormatError, UnsupportedArchitectureError
@@ -46,18 +46,47 @@ class DisentangledConfig:
     conv_act: str = "tanh"
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """What config.json says about a classification head.
+
+    Attributes:
+        labels: How many; None where it says nothing.
+        id2label: Their names.
+        problem_type: regression, single_label_classification or multi_label_classification.
+        score_activation: Dotted path of the activation that a sentence-transformers CrossEncoder was saved with.
+        pooling: "cls" or "mean", where the family leaves it open.
+        activation: Of the layer before the classifier, where the family leaves it open.
+        classifier_from_token: Tokens whose LM-head rows are the classifier.
+        method: How they become one.
+        is_original_qwen3_reranker: vLLM's name for the second method with Qwen3-Reranker.
+        logit_scale: Factor on the LM head's logits.
+    """
+
+    labels: int | None = None
+    id2label: Mapping[int, str] = field(default_factory=dict)
+    problem_type: str | None = None
+    score_activation: str | None = None
+    pooling: str = "cls"
+    activation: str | None = None
+    classifier_from_token: tuple[str, ...] = ()
+    method: str | None = None
+    is_original_qwen3_reranker: bool = False
+    logit_scale: float = 1.0
+
+
 # Keys that say nothing about inference, or repeat what a class already fixes.
 _IRRELEVANT = frozenset(
     "_attn_implementation _name_or_path _sliding_window_pattern adapters architectures attention_dropout "
     "attention_probs_dropout_prob auto_map bos_token_id cache_implementation chunk_size_feed_forward "
-    "classifier_activation classifier_bias classifier_dropout classifier_pooling cls_token_id decoder_bias "
+    "classifier_bias classifier_dropout cls_token_id decoder_bias "
     "deterministic_flash_attn directionality dropout dtype embedding_dropout eos_token_id finetuning_task "
-    "gradient_checkpointing hidden_dropout hidden_dropout_prob id2label initializer_cutoff_factor initializer_range "
+    "gradient_checkpointing hidden_dropout hidden_dropout_prob initializer_cutoff_factor initializer_range "
     "is_encoder_decoder is_matryoshka label2id legacy matryoshka_dimensions max_window_layers mlp_dropout "
-    "model_max_length model_type name_or_path num_labels output_attentions output_hidden_states output_past "
-    "pooler_dropout pooler_fc_size pooler_hidden_act pooler_hidden_size pooler_num_attention_heads "
-    "pooler_num_fc_layers pooler_size_per_head pooler_type prefix pretraining_tp problem_type pruned_heads qa_dropout "
-    "reference_compile repad_logits_with_grad return_dict sentence_transformers sep_token_id seq_classif_dropout "
+    "model_max_length model_type name_or_path output_attentions output_hidden_states output_past "
+    "pooler_dropout pooler_fc_size pooler_hidden_size pooler_num_attention_heads "
+    "pooler_num_fc_layers pooler_size_per_head pooler_type prefix pretraining_tp pruned_heads qa_dropout "
+    "reference_compile repad_logits_with_grad return_dict sep_token_id seq_classif_dropout "
     "sparse_pred_ignore_index sparse_prediction task_specific_params tie_weights_ torch_dtype torchscript "
     "transformers_version use_bfloat16 use_cache".split()
 )
@@ -93,6 +122,26 @@ class Keys:
         unknown = sorted(set(self.raw) - self.used - _IRRELEVANT)
         if unknown:
             logger.warning("%s: config.json has keys that are not known here: %s", self.name, ", ".join(unknown))
+
+
+def read_head(keys: Keys) -> HeadConfig:
+    """What every family writes in the same words."""
+    names = {int(i): str(label) for i, label in (keys.get("id2label", None) or {}).items()}
+    saved = keys.get("sentence_transformers", None)
+    activation = saved.get("activation_fn") if isinstance(saved, Mapping) else None
+    scale = keys.get("logits_scaling", None)  # Granite divides by it
+    return HeadConfig(
+        labels=keys.get("num_labels", None) or len(names) or None,
+        id2label=names,
+        problem_type=keys.get("problem_type", None),
+        score_activation=activation or keys.get("sbert_ce_default_activation_function", None),
+        pooling=keys.get("classifier_pooling", "cls"),
+        activation=keys.get("classifier_activation", None) or keys.get("pooler_hidden_act", None),
+        classifier_from_token=tuple(keys.get("classifier_from_token", None) or ()),
+        method=keys.get("method", None),
+        is_original_qwen3_reranker=bool(keys.get("is_original_qwen3_reranker", False)),
+        logit_scale=1 / scale if scale else keys.get("logit_scale", 1.0),  # Cohere multiplies
+    )
 
 
 def _read_llama(keys: Keys) -> dict[str, Any]:

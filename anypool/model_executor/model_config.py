@@ -18,12 +18,14 @@ from anypool.model_executor.config_readers import (
     READERS,
     SLIDING,
     DisentangledConfig,
+    HeadConfig,
     Keys,
+    read_head,
 )
 from anypool.model_executor.layers.rotary import RopeConfig
 from anypool.model_executor.weights.repository import Repository
 
-__all__ = ["FULL", "SLIDING", "DisentangledConfig", "ModelConfig"]
+__all__ = ["FULL", "SLIDING", "DisentangledConfig", "HeadConfig", "ModelConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,7 @@ class ModelConfig:
         sliding_window: Distance, exclusive, up to which a sliding layer sees keys.
         rope: Rotary embedding per kind of layer.
         attention_scale: Factor on attention scores.
+        head: What it says about a classification head.
         dtype: The dtype that the checkpoint names, or None.
         norm_bias: Whether layer norms have a bias.
         relative_buckets: Rows of MPNet's relative position bias.
@@ -78,6 +81,7 @@ class ModelConfig:
     relative_buckets: int = 0
     disentangled: DisentangledConfig | None = None
     pad_token_id: int | None = None
+    head: HeadConfig = field(default_factory=HeadConfig)
     dtype: str | None = None
     matryoshka_dimensions: tuple[int, ...] | None = None
     is_matryoshka: bool | None = None
@@ -120,6 +124,7 @@ class ModelConfig:
             "dtype": _dtype_name(keys),
             "matryoshka_dimensions": _sizes(keys),
             "is_matryoshka": keys.get("is_matryoshka", None),
+            "head": read_head(keys),
             "pad_token_id": keys.get("pad_token_id", None),
         }
         if reader is None:
@@ -165,6 +170,9 @@ def _read_with_transformers(repository: Repository, raw: Mapping[str, Any], trus
             raise ModelLoadError(f"{repository.name}: a {raw['model_type']!r} configuration has no {theirs}")
         values[ours] = fallback if found is None or found < 0 else found
     values["is_causal"] = raw.get("is_causal", True)
+    values["tie_word_embeddings"] = bool(getattr(text, "tie_word_embeddings", False))
+    values["final_softcap"] = getattr(text, "final_logit_softcapping", None)
+    values["norm_eps"] = getattr(text, "layer_norm_eps", None) or 1e-6
     return values
 
 

@@ -37,6 +37,7 @@ class PackedBatch:
         device: torch.device,
         skips: Sequence[int] | None = None,
         token_types: Sequence[Sequence[int] | None] | None = None,
+        pad_token_id: int | None = None,
     ) -> PackedBatch:
         """Packs token ids.
 
@@ -45,17 +46,20 @@ class PackedBatch:
             device: Where the model runs.
             skips: Leading tokens of each sequence that are not pooled.
             token_types: Segment ids per sequence; None for a sequence of zeros.
+            pad_token_id: The id that sequence classification passes over at the end of a text.
         """
         assert sequences and all(sequences), "a batch holds at least one sequence, each with at least one token"
         lengths = tuple(len(ids) for ids in sequences)
-        segments = Segments(lengths, tuple(skips) if skips is not None else (0,) * len(lengths), device)
+        input_ids_T = torch.tensor([i for ids in sequences for i in ids], dtype=torch.int64, device=device)
+        skipped = tuple(skips) if skips is not None else (0,) * len(lengths)
+        segments = Segments(lengths, skipped, device, input_ids_T, pad_token_id)
         types_T = None
         if token_types is not None and any(types is not None for types in token_types):
             types_T = torch.tensor(
                 [t for types, n in zip(token_types, lengths, strict=True) for t in (types or (0,) * n)], device=device
             )
         return cls(
-            input_ids_T=torch.tensor([i for ids in sequences for i in ids], dtype=torch.int64, device=device),
+            input_ids_T=input_ids_T,
             positions_T=segments.positions_T,
             attn=AttentionMetadata.from_lengths(lengths, device),
             segments=segments,

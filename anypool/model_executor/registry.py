@@ -45,6 +45,15 @@ _NATIVE: dict[str, str] = {
     "XLMRobertaModel": "xlm_roberta:XLMRobertaModel",
 }
 
+# Heads that the adapters build over the backbone of the same name.
+HEAD_SUFFIXES = (
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForProcessRewardModel",
+    "ForRewardModeling",
+    "ForRewardModel",
+    "RewardModel",
+)
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 _BASE_SUFFIXES = ("Model", "ForMaskedLM", "ForPreTraining", "ForTextEncoding")
 
@@ -89,23 +98,30 @@ class _Registry:
         """
         architecture = config.architecture
         if model_impl != "transformers":
-            own = self._own.get(architecture)
-            if isinstance(own, type):
-                return own
-            path = own or _native_path(architecture)
-            if path is not None:
-                module, _, name = path.partition(":")
-                cls: type[nn.Module] = getattr(importlib.import_module(module), name)
-                return cls
+            for name in (architecture, *_backbone_names(architecture)):
+                own = self._own.get(name)
+                if isinstance(own, type):
+                    return own
+                path = own or _native_path(name)
+                if path is not None:
+                    module, _, class_name = path.partition(":")
+                    cls: type[nn.Module] = getattr(importlib.import_module(module), class_name)
+                    return cls
         if model_impl == "native":
             raise self._unknown(architecture, "has no native class")
-        return self._transformers_cls(architecture)
+        return self._transformers_cls(architecture, config.model_type)
 
-    def _transformers_cls(self, architecture: str) -> type[nn.Module]:
-        from anypool.model_executor.models.transformers_backend import TransformersForCausalLM, TransformersModel
+    def _transformers_cls(self, architecture: str, model_type: str) -> type[nn.Module]:
+        from anypool.model_executor.models.transformers_backend import (
+            TransformersForCausalLM,
+            TransformersModel,
+            is_causal_family,
+        )
 
         if architecture.endswith(_CAUSAL_SUFFIXES):
             return TransformersForCausalLM
+        if architecture.endswith(HEAD_SUFFIXES):
+            return TransformersForCausalLM if is_causal_family(model_type) else TransformersModel
         if architecture.endswith(_BASE_SUFFIXES):
             return TransformersModel
         raise self._unknown(architecture, "is not known")
@@ -113,9 +129,19 @@ class _Registry:
     def _unknown(self, architecture: str, what: str) -> UnsupportedArchitectureError:
         return UnsupportedArchitectureError(
             f"architecture {architecture!r} {what}. Native: {', '.join(self.get_supported_archs())}. "
-            f"Through transformers: names that end in {', '.join((*_CAUSAL_SUFFIXES, *_BASE_SUFFIXES))}. "
+            f"Through transformers: names that end in "
+            f"{', '.join((*_CAUSAL_SUFFIXES, *_BASE_SUFFIXES, *HEAD_SUFFIXES))}. "
             "Your own: ModelRegistry.register_model"
         )
+
+
+def _backbone_names(architecture: str) -> tuple[str, ...]:
+    """The backbones that a classification or reward architecture may stand on."""
+    suffix = next((suffix for suffix in HEAD_SUFFIXES if architecture.endswith(suffix)), None)
+    if suffix is None:
+        return ()
+    stem = architecture.removesuffix(suffix)
+    return tuple(stem + ending for ending in ("ForCausalLM", "LMHeadModel", "Model"))
 
 
 def _native_path(architecture: str) -> str | None:

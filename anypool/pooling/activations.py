@@ -1,7 +1,11 @@
-"""Activation functions that checkpoints name by their torch class."""
+"""Activation functions: of layers, which checkpoints name by their torch class, and of scores, which users name."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 from anypool.errors import CheckpointFormatError
@@ -27,6 +31,17 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     )
 }
 
+# By the names of `anypool.config.ACTIVATIONS`.
+SCORE_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "none": lambda scores: scores,
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda scores: scores.softmax(dim=-1),
+    "tanh": torch.tanh,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+}
+
 
 def activation_from_path(path: str, *, where: str) -> nn.Module:
     """The activation of a dotted path such as `torch.nn.modules.activation.Tanh`.
@@ -44,3 +59,14 @@ def activation_from_path(path: str, *, where: str) -> nn.Module:
             f"{where}: activation {path!r} is not supported; known: {', '.join(f'torch.nn.{n}' for n in ACTIVATIONS)}"
         )
     return ACTIVATIONS[name]()
+
+
+def score_activation_from_path(path: str, *, where: str) -> str:
+    """The name in `SCORE_ACTIVATIONS` of a dotted path such as `torch.nn.modules.linear.Identity`."""
+    name = path.rsplit(".", 1)[-1].lower() if isinstance(path, str) and path.startswith("torch.") else ""
+    name = {"identity": "none"}.get(name, name)
+    if name not in SCORE_ACTIVATIONS:
+        raise CheckpointFormatError(
+            f"{where}: activation {path!r} of scores is not supported; known: {', '.join(SCORE_ACTIVATIONS)}"
+        )
+    return name

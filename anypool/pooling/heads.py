@@ -37,13 +37,48 @@ class Dense(nn.Module):
         return out_NE + (rows_NE if self.in_features == self.out_features else self.residual(rows_NE))
 
 
-class LayerNorm(nn.Module):
-    """Layer normalisation with torch's epsilon of 1e-5."""
+class LMHeadRows(nn.Module):
+    """Logits of a few tokens, from their rows of the LM head.
 
-    def __init__(self, dimension: int) -> None:
+    Args:
+        in_features: Hidden size.
+        out_features: How many tokens.
+        bias: Whether the LM head has a bias.
+        scale: What the model multiplies its logits with.
+        softcap: c in c tanh(logit / c), or None.
+        difference: For two tokens [false, true]: one score, true minus false, whose sigmoid is the softmax of the two.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        scale: float = 1.0,
+        softcap: float | None = None,
+        difference: bool = False,
+    ) -> None:
+        super().__init__()
+        assert not difference or out_features == 2
+        self.in_features, self.out_features = in_features, 1 if difference else out_features
+        self.linear = nn.Linear(in_features, out_features, bias=bias)
+        self.scale, self.softcap, self.difference = scale, softcap, difference
+
+    def forward(self, rows_NE: torch.Tensor) -> torch.Tensor:
+        logits_NC: torch.Tensor = self.linear(rows_NE) * self.scale
+        if self.softcap is not None:
+            logits_NC = self.softcap * torch.tanh(logits_NC / self.softcap)
+        return logits_NC[:, 1:] - logits_NC[:, :1] if self.difference else logits_NC
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation, with torch's epsilon of 1e-5 where a recipe names none."""
+
+    def __init__(self, dimension: int, *, eps: float = 1e-5, bias: bool = True) -> None:
         super().__init__()
         self.in_features = self.out_features = dimension
-        self.norm = nn.LayerNorm(dimension)
+        self.norm = nn.LayerNorm(dimension, eps=eps, bias=bias)
 
     def forward(self, rows_NE: torch.Tensor) -> torch.Tensor:
         out_NE: torch.Tensor = self.norm(rows_NE)

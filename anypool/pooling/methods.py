@@ -6,7 +6,7 @@ The formulas are those of sentence-transformers' Pooling module. Rows of a promp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -17,7 +17,11 @@ from anypool.kernels.segment_pool import segment_max, segment_rows, segment_sum
 
 
 class PoolingType(str, Enum):
-    """How hidden states become rows. ALL keeps one row per token."""
+    """How hidden states become rows. ALL keeps one row per token, STEP those of one token id.
+
+    LAST_NOT_PAD is the rule of transformers' sequence classification: the last token whose *id* is not the padding
+    id, which is another token than LAST where a text ends in that id.
+    """
 
     CLS = "CLS"
     LAST = "LAST"
@@ -25,7 +29,9 @@ class PoolingType(str, Enum):
     MAX = "MAX"
     WEIGHTED_MEAN = "WEIGHTED_MEAN"
     MEAN_SQRT_LEN = "MEAN_SQRT_LEN"
+    LAST_NOT_PAD = "LAST_NOT_PAD"
     ALL = "ALL"
+    STEP = "STEP"
 
     def __str__(self) -> str:
         return self.value
@@ -39,11 +45,29 @@ class Segments:
         lengths: Tokens per sequence, each at least 1.
         skips: Leading tokens per sequence that are left out of pooling, each less than its length.
         device: Where index tensors are made.
+        input_ids_T: `[T]` the packed token ids, for the types that look at them.
+        pad_token_id: What LAST_NOT_PAD passes over; None for nothing.
     """
 
     lengths: tuple[int, ...]
     skips: tuple[int, ...]
     device: torch.device
+    input_ids_T: torch.Tensor | None = None
+    pad_token_id: int | None = None
+
+    def subset(self, indices: Sequence[int]) -> Segments:
+        """Some of the sequences, in the order given."""
+        ids_T = self.input_ids_T
+        if ids_T is not None:
+            sequences = ids_T.split(self.lengths)
+            ids_T = torch.cat([sequences[i] for i in indices])
+        return Segments(
+            tuple(self.lengths[i] for i in indices),
+            tuple(self.skips[i] for i in indices),
+            self.device,
+            ids_T,
+            self.pad_token_id,
+        )
 
     @cached_property
     def lengths_N(self) -> torch.Tensor:
@@ -90,6 +114,16 @@ def last(hidden_TD: torch.Tensor, segments: Segments) -> torch.Tensor:
     return segment_rows(hidden_TD, segments.starts_N + segments.lengths_N - 1)
 
 
+def last_not_pad(hidden_TD: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """The last token whose id is not the padding id; the first where all are."""
+    if segments.pad_token_id is None:
+        return last(hidden_TD, segments)
+    assert segments.input_ids_T is not None
+    position_T1 = (segments.positions_T * (segments.input_ids_T != segments.pad_token_id))[:, None]
+    offset_N = segment_max(position_T1, segments.lengths_N)[:, 0].to(torch.int64)
+    return segment_rows(hidden_TD, segments.starts_N + offset_N)
+
+
 def mean(hidden_TD: torch.Tensor, segments: Segments) -> torch.Tensor:
     """sum h / n."""
     return _kept_sum(hidden_TD, segments) / segments.pooled_lengths_N[:, None]
@@ -120,6 +154,7 @@ def _kept_sum(hidden_TD: torch.Tensor, segments: Segments) -> torch.Tensor:
 _METHODS: dict[PoolingType, Callable[[torch.Tensor, Segments], torch.Tensor]] = {
     PoolingType.CLS: cls,
     PoolingType.LAST: last,
+    PoolingType.LAST_NOT_PAD: last_not_pad,
     PoolingType.MEAN: mean,
     PoolingType.MAX: maximum,
     PoolingType.WEIGHTED_MEAN: weighted_mean,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from anypool.config import is_int
+from anypool.config import ACTIVATIONS, is_int
 from anypool.errors import InvalidParameterError
 
 
@@ -15,16 +17,55 @@ class PoolingParams:
     Args:
         dimensions: How many leading dimensions of the embedding to keep, before it is scaled.
         normalize: Whether the embedding is scaled to unit length.
+        use_activation: False for raw scores, and for embeddings that are not scaled.
+        activation: What turns scores into probabilities: one of `anypool.config.ACTIVATIONS`.
+        step_tag_id: Keep the tokens with this id, of a token-level result.
+        returned_token_ids: Columns of a token-level score to keep, before the activation.
+        softmax: Old form of `activation`: True is "softmax", False is "none".
 
     Raises:
-        InvalidParameterError: A value is of the wrong type or out of range.
+        InvalidParameterError: A value is of the wrong type or out of range, or two contradict each other.
     """
 
     dimensions: int | None = None
     normalize: bool | None = None
+    use_activation: bool | None = None
+    activation: str | None = None
+    step_tag_id: int | None = None
+    returned_token_ids: Sequence[int] | None = None
+    softmax: bool | None = None
 
     def __post_init__(self) -> None:
         if self.dimensions is not None and (not is_int(self.dimensions) or self.dimensions < 1):
             raise InvalidParameterError(f"dimensions={self.dimensions!r} is not a positive integer", param="dimensions")
-        if self.normalize is not None and not isinstance(self.normalize, bool):
-            raise InvalidParameterError(f"normalize={self.normalize!r} is not a bool", param="normalize")
+        for name in ("normalize", "use_activation", "softmax"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise InvalidParameterError(f"{name}={value!r} is not a bool", param=name)
+        if self.softmax is not None:
+            self._translate_softmax()
+        if self.activation is not None and self.activation not in ACTIVATIONS:
+            raise InvalidParameterError(
+                f"activation={self.activation!r} is unknown; known: {', '.join(ACTIVATIONS)}", param="activation"
+            )
+        if self.use_activation is False and self.activation not in (None, "none"):
+            raise InvalidParameterError(
+                f"use_activation=False contradicts activation={self.activation!r}", param="activation"
+            )
+        if self.step_tag_id is not None and not is_int(self.step_tag_id):
+            raise InvalidParameterError(f"step_tag_id={self.step_tag_id!r} is not a token id", param="step_tag_id")
+        if self.returned_token_ids is not None:
+            ids = tuple(self.returned_token_ids)
+            if not ids or not all(map(is_int, ids)):
+                raise InvalidParameterError(
+                    f"returned_token_ids={list(ids)!r} is not a list of column numbers", param="returned_token_ids"
+                )
+            object.__setattr__(self, "returned_token_ids", ids)
+
+    def _translate_softmax(self) -> None:
+        name = "softmax" if self.softmax else "none"
+        if self.activation is not None:
+            raise InvalidParameterError("softmax and activation are the same setting: give activation", param="softmax")
+        warnings.warn(f"PoolingParams(softmax=) is old: use activation={name!r}", DeprecationWarning, stacklevel=4)
+        object.__setattr__(self, "activation", name)
+        object.__setattr__(self, "softmax", None)

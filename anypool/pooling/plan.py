@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 from anypool.errors import InvalidParameterError, UnsupportedTaskError
 from anypool.pooling.params import PoolingParams
@@ -44,13 +45,46 @@ class EmbeddingSize:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScoreDefaults:
+    """How one task's scores are finished where a request says nothing.
+
+    Attributes:
+        activation: A name in `SCORE_ACTIVATIONS`.
+        columns: How many scores there are, before any are chosen.
+        token_level: Whether there is a row per token rather than one per text.
+        step_tag_id: Keep only the tokens with this id; None keeps all.
+        returned_columns: Columns kept before the activation; None keeps all.
+        reported_column: The one column kept after the activation; None keeps all.
+    """
+
+    activation: str
+    columns: int
+    token_level: bool = False
+    step_tag_id: int | None = None
+    returned_columns: tuple[int, ...] | None = None
+    reported_column: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class PoolingDefaults:
-    """What a request gets where it asks for nothing: the engine's settings over the checkpoint's over the class's."""
+    """What a request gets where it asks for nothing: the engine's settings over the checkpoint's over the class's.
+
+    Attributes:
+        tasks: What the model serves.
+        size: Sizes of its embeddings.
+        normalize: Whether embeddings are normalised.
+        dimensions: How many dimensions are kept; None keeps all.
+        scores: Of each task that gives scores.
+        logit_mean, logit_sigma: Calibration of scores before the activation.
+    """
 
     tasks: tuple[PoolingTask, ...]
     size: EmbeddingSize
     normalize: bool
     dimensions: int | None = None
+    scores: Mapping[PoolingTask, ScoreDefaults] = field(default_factory=dict)
+    logit_mean: float = 0.0
+    logit_sigma: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,29 +92,91 @@ class PoolingPlan:
     """What one request gets. Requests with equal plans share every step of the pooler."""
 
     task: PoolingTask
-    normalize: bool
+    normalize: bool = False
     dimensions: int | None = None
+    activation: str = "none"
+    logit_mean: float = 0.0
+    logit_sigma: float = 1.0
+    step_tag_id: int | None = None
+    returned_columns: tuple[int, ...] | None = None
+    reported_column: int | None = None
+
+
+_EMBED_FIELDS = ("dimensions", "normalize", "use_activation")
+_SCORE_FIELDS = ("activation", "use_activation")
+_TOKEN_SCORE_FIELDS = (*_SCORE_FIELDS, "step_tag_id", "returned_token_ids")
 
 
 def make_plan(task: PoolingTask, params: PoolingParams, defaults: PoolingDefaults) -> PoolingPlan:
     """Resolves `params`; raises an `InvalidRequestError` naming the field that cannot be served."""
     if task not in defaults.tasks:
-        raise UnsupportedTaskError(
-            f"task {task.value!r} is not served by {defaults.size.model}; it serves {', '.join(defaults.tasks)}",
-            param="task",
-        )
+        raise UnsupportedTaskError(_not_served(task, defaults), param="task")
+    scores = defaults.scores.get(task)
+    if scores is None:
+        _only(params, _EMBED_FIELDS, task)
+        return _embed_plan(task, params, defaults)
+    _only(params, _TOKEN_SCORE_FIELDS if scores.token_level else _SCORE_FIELDS, task)
+    columns = scores.returned_columns
+    if params.returned_token_ids is not None:
+        columns = _check_columns(params.returned_token_ids, scores)
+    activation = "none" if params.use_activation is False else params.activation or scores.activation
+    return PoolingPlan(
+        task=task,
+        activation=activation,
+        logit_mean=defaults.logit_mean,
+        logit_sigma=defaults.logit_sigma,
+        step_tag_id=scores.step_tag_id if params.step_tag_id is None else params.step_tag_id,
+        returned_columns=columns,
+        reported_column=scores.reported_column if columns is None and activation != "none" else None,
+    )
+
+
+def _embed_plan(task: PoolingTask, params: PoolingParams, defaults: PoolingDefaults) -> PoolingPlan:
+    asked = params.normalize
+    if params.use_activation is not None:
+        if asked is not None and asked != params.use_activation:
+            raise InvalidParameterError(
+                f"normalize={asked} and use_activation={params.use_activation} contradict each other", param="normalize"
+            )
+        asked = params.use_activation
     if task is PoolingTask.EMBED:
-        dimensions = defaults.dimensions
-        if params.dimensions is not None:
-            dimensions = defaults.size.check(params.dimensions)
-        return PoolingPlan(task=task, normalize=_first(params.normalize, defaults.normalize), dimensions=dimensions)
+        dimensions = defaults.dimensions if params.dimensions is None else defaults.size.check(params.dimensions)
+        return PoolingPlan(task=task, normalize=defaults.normalize if asked is None else asked, dimensions=dimensions)
     if params.dimensions is not None:
         raise InvalidParameterError(
             f"dimensions={params.dimensions} has no meaning for task {task.value!r}; it goes with 'embed'",
             param="dimensions",
         )
-    return PoolingPlan(task=task, normalize=_first(params.normalize, True))
+    # Token vectors are normalised; the raw states that stand for a reward where there is no head are not.
+    return PoolingPlan(task=task, normalize=task is PoolingTask.TOKEN_EMBED if asked is None else asked)
 
 
-def _first(asked: bool | None, otherwise: bool) -> bool:
-    return otherwise if asked is None else asked
+def _only(params: PoolingParams, allowed: tuple[str, ...], task: PoolingTask) -> None:
+    for one in fields(params):
+        value = getattr(params, one.name)
+        if value is not None and one.name not in allowed:
+            raise InvalidParameterError(
+                f"{one.name}={value!r} has no meaning for task {task.value!r}, which takes {', '.join(allowed)}",
+                param=one.name,
+            )
+
+
+def _check_columns(asked: Sequence[int], scores: ScoreDefaults) -> tuple[int, ...]:
+    for column in asked:
+        if not 0 <= column < scores.columns:
+            raise InvalidParameterError(
+                f"returned_token_ids has {column}; the head has the columns 0 to {scores.columns - 1}",
+                param="returned_token_ids",
+            )
+    return tuple(asked)
+
+
+def _not_served(task: PoolingTask, defaults: PoolingDefaults) -> str:
+    message = f"task {task.value!r} is not served by {defaults.size.model}; it serves {', '.join(defaults.tasks)}"
+    if task in (PoolingTask.CLASSIFY, PoolingTask.TOKEN_CLASSIFY):
+        return (
+            f"{message}. It needs a head: load a checkpoint saved as ...ForSequenceClassification or "
+            "...ForTokenClassification, or make one from rows of a causal LM's head with "
+            "hf_overrides={'classifier_from_token': [...], 'method': 'no_post_processing'}"
+        )
+    return message

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from anypool.kernels.normalize_cut import normalize_cut
+from anypool.pooling.activations import SCORE_ACTIVATIONS
 from anypool.pooling.methods import PoolingType, Segments, pool
 from anypool.pooling.plan import PoolingPlan
 from anypool.pooling.tasks import PoolingTask
@@ -77,13 +78,69 @@ class TokenEmbedPooler(Pooler):
     """One vector per token: the hidden states, normalised where the plan says so."""
 
     def forward(self, hidden_TD: torch.Tensor, segments: Segments, plans: Sequence[PoolingPlan]) -> list[PooledGroup]:
-        sequences = hidden_TD.split(segments.lengths)
         groups = []
         for plan, indices in _by_plan(plans).items():
-            chosen = hidden_TD if len(indices) == len(plans) else torch.cat([sequences[i] for i in indices])
-            values = normalize_cut(chosen.float(), dimensions=None, normalize=plan.normalize)
+            values = normalize_cut(_rows_of(hidden_TD, segments, indices).float(), normalize=plan.normalize)
             groups.append(PooledGroup(indices, values, tuple(segments.lengths[i] for i in indices)))
         return groups
+
+
+class ScorePooler(Pooler):
+    """One row of scores per sequence: pooling types, head, calibration, activation.
+
+    Args:
+        types: Sequence-level pooling types, concatenated.
+        head: Modules over float32 rows, ending in one column per label.
+    """
+
+    def __init__(self, types: tuple[PoolingType, ...], head: nn.Module) -> None:
+        super().__init__()
+        self.types = types
+        self.head = head
+
+    def forward(self, hidden_TD: torch.Tensor, segments: Segments, plans: Sequence[PoolingPlan]) -> list[PooledGroup]:
+        logits_NC = self.head(pool(hidden_TD, segments, self.types))
+        return [
+            PooledGroup(indices, finish_scores(_take(logits_NC, indices), plan))
+            for plan, indices in _by_plan(plans).items()
+        ]
+
+
+class TokenScorePooler(Pooler):
+    """One row of scores per token, or per step tag.
+
+    Args:
+        head: Modules over float32 rows, ending in one column per label.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden_TD: torch.Tensor, segments: Segments, plans: Sequence[PoolingPlan]) -> list[PooledGroup]:
+        groups = []
+        for plan, indices in _by_plan(plans).items():
+            rows_TD = _rows_of(hidden_TD, segments, indices)
+            kept = tuple(segments.lengths[i] for i in indices)
+            if plan.step_tag_id is not None:  # before the head, so that it runs on the kept rows only
+                assert segments.input_ids_T is not None
+                is_tag_T = _rows_of(segments.input_ids_T, segments, indices) == plan.step_tag_id
+                rows_TD = rows_TD[is_tag_T]
+                kept = tuple(int(part.sum()) for part in is_tag_T.split(kept))
+            groups.append(PooledGroup(indices, finish_scores(self.head(rows_TD.float()), plan), kept))
+        return groups
+
+
+def finish_scores(logits_NC: torch.Tensor, plan: PoolingPlan) -> torch.Tensor:
+    """Chosen columns, calibration (x - mean) / sigma, activation, reported column."""
+    if plan.returned_columns is not None:
+        logits_NC = logits_NC[:, list(plan.returned_columns)]
+    if plan.logit_mean != 0.0 or plan.logit_sigma != 1.0:
+        logits_NC = (logits_NC - plan.logit_mean) / plan.logit_sigma
+    scores_NC = SCORE_ACTIVATIONS[plan.activation](logits_NC)
+    if plan.reported_column is not None:
+        scores_NC = scores_NC[:, plan.reported_column : plan.reported_column + 1]
+    return scores_NC
 
 
 class DispatchPooler(Pooler):
@@ -114,14 +171,10 @@ class DispatchPooler(Pooler):
             by_task.setdefault(plan.task, []).append(index)
         if len(by_task) == 1:
             return cast(list[PooledGroup], self[plans[0].task](hidden_TD, segments, plans))
-        sequences = hidden_TD.split(segments.lengths)
         groups: list[PooledGroup] = []
         for task, indices in by_task.items():
-            part = Segments(
-                tuple(segments.lengths[i] for i in indices), tuple(segments.skips[i] for i in indices), segments.device
-            )
-            rows_TD = torch.cat([sequences[i] for i in indices])
-            for group in self[task](rows_TD, part, [plans[i] for i in indices]):
+            rows_TD = _rows_of(hidden_TD, segments, indices)
+            for group in self[task](rows_TD, segments.subset(indices), [plans[i] for i in indices]):
                 groups.append(PooledGroup(tuple(indices[i] for i in group.requests), group.values, group.rows))
         return groups
 
@@ -131,6 +184,14 @@ def _by_plan(plans: Sequence[PoolingPlan]) -> dict[PoolingPlan, tuple[int, ...]]
     for index, plan in enumerate(plans):
         found.setdefault(plan, []).append(index)
     return {plan: tuple(indices) for plan, indices in found.items()}
+
+
+def _rows_of(rows_TD: torch.Tensor, segments: Segments, indices: Sequence[int]) -> torch.Tensor:
+    """The packed rows of some sequences."""
+    if len(indices) == len(segments.lengths):
+        return rows_TD
+    sequences = rows_TD.split(segments.lengths)
+    return torch.cat([sequences[i] for i in indices])
 
 
 def _take(rows_NE: torch.Tensor, indices: tuple[int, ...]) -> torch.Tensor:

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 import anypool
-from anypool.engine.engine import Engine, PromptOptions
+from anypool.engine.engine import Engine
+from anypool.engine.preparation import PromptOptions
 from anypool.entrypoints import cli_embed, cli_info
 from anypool.entrypoints.cli import build_parser, main
 from anypool.entrypoints.cli_flags import engine_arguments

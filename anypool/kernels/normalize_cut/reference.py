@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 
-def normalize_cut(rows_NE: torch.Tensor, *, dimensions: int | None, normalize: bool) -> torch.Tensor:
+def normalize_cut(rows_NE: torch.Tensor, *, dimensions: int | None = None, normalize: bool) -> torch.Tensor:
     """Keeps the first `dimensions` columns, then divides each row by max(its L2 norm, 1e-12).
 
     The cut comes first, so that a shortened Matryoshka vector has unit length (Kusupati et al., 2022).

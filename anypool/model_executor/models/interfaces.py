@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
@@ -87,17 +88,32 @@ def load_backbone(
     name: str,
     device: torch.device,
     dtype: torch.dtype,
+    claimed: frozenset[str] = frozenset(),
     progress: bool = False,
 ) -> None:
-    """Allocates a backbone built on the meta device and fills it. The LM head is neither allocated nor read."""
-    materialize(model, device=device, dtype=dtype)
+    """Allocates a backbone built on the meta device and fills it. The LM head is neither allocated nor read.
+
+    Args:
+        model: The backbone.
+        checkpoint: The tensors.
+        name: Of the model, for messages.
+        device, dtype: Where and in what it runs.
+        claimed: Tensors that a head has read already.
+        progress: Whether a bar is shown.
+    """
+    waiting = materialize(model, device=device, dtype=dtype)
     cls: Any = type(model)
     load_weights(
         model,
         checkpoint,
         name=name,
         renames=getattr(cls, "checkpoint_renames", ()),
-        ignored=(*LM_HEAD_NAMES, *getattr(cls, "ignored_checkpoint_names", ())),
+        ignored=(
+            *LM_HEAD_NAMES,
+            *getattr(cls, "ignored_checkpoint_names", ()),
+            *(f"^{re.escape(tensor)}$" for tensor in claimed),
+        ),
+        only=waiting,
         progress=progress,
     )
 

@@ -81,8 +81,23 @@ class TransformersModel(Backbone):
         self._accepts: frozenset[str] = frozenset()
         self._position_offset = 0
 
-    def load(self, repository: Repository, *, device: torch.device, dtype: torch.dtype, progress: bool = False) -> None:
-        """Loads module and weights through transformers, checks the audit it keeps, then probes packing."""
+    def load(
+        self,
+        repository: Repository,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        claimed: frozenset[str] = frozenset(),
+        progress: bool = False,
+    ) -> None:
+        """Loads module and weights through transformers, checks the audit it keeps, then probes packing.
+
+        Args:
+            repository: The checkpoint.
+            device, dtype: Where and in what the module runs.
+            claimed: Tensors that a head has read already.
+            progress: Whether a bar is shown.
+        """
         _register()
         from transformers import AutoModel
 
@@ -98,7 +113,7 @@ class TransformersModel(Backbone):
                 trust_remote_code=self.config.trust_remote_code,
                 **gguf,
             )
-        _audit(self.config, self.model, report)
+        _audit(self.config, report, claimed)
         if self.model.config.is_encoder_decoder:
             raise _refusal(self.config, "it is an encoder-decoder, which has no single packed sequence of states")
         self.model.eval().requires_grad_(False).to(device)
@@ -166,6 +181,16 @@ class TransformersForCausalLM(TransformersModel):
         return logits_TV
 
 
+def is_causal_family(model_type: str) -> bool:
+    """Whether transformers knows the family as causal LMs and not as masked ones."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+
 def _register() -> None:
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -193,10 +218,10 @@ def _position_offset(model: Any) -> int:
     return 0
 
 
-def _audit(config: ModelConfig, model: Any, report: dict[str, Any]) -> None:
+def _audit(config: ModelConfig, report: dict[str, Any], claimed: frozenset[str]) -> None:
     """Every tensor is used and every parameter filled, but for heads that are not part of the base model."""
     missing = sorted(name for name in report["missing_keys"] if not re.match(r"pooler\.", name))
-    unused = sorted(name for name in report["unexpected_keys"] if not _is_head(name, config))
+    unused = sorted(name for name in report["unexpected_keys"] if name not in claimed and not _is_head(name))
     wrong = [f"{key[0]} ({list(key[1])}, the model expects {list(key[2])})" for key in report["mismatched_keys"]]
     problems = [
         f"{label}: {', '.join(names[:5])}" + (f", and {len(names) - 5} more" if len(names) > 5 else "")
@@ -217,7 +242,7 @@ _HEADS = (
 )
 
 
-def _is_head(name: str, config: ModelConfig) -> bool:
+def _is_head(name: str) -> bool:
     return any(re.search(pattern, name) for pattern in _HEADS)
 
 
@@ -229,15 +254,18 @@ def _refusal(config: ModelConfig, reason: str) -> UnsupportedArchitectureError:
 
 @contextlib.contextmanager
 def _progress(shown: bool) -> Iterator[None]:
+    """transformers' progress bar as asked, and its report of unused tensors held back: the audit is ours."""
     from transformers.utils import logging
 
     switches: dict[bool, Any] = {True: logging.enable_progress_bar, False: logging.disable_progress_bar}
-    was_shown = logging.is_progress_bar_enabled()
+    was_shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     switches[shown]()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
         switches[was_shown]()
+        logging.set_verbosity(verbosity)
 
 
 @torch.inference_mode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,14 @@ class Checkpoint(ABC):
     def tensors(self, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """The wanted tensors, in the order in which they lie in the files."""
 
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it."""
+
+    @abstractmethod
+    def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
+        """Some rows of a tensor, in the order given, without reading the others."""
+
 
 class SafetensorsCheckpoint(Checkpoint):
     """One or several safetensors files, memory-mapped."""
@@ -45,6 +53,23 @@ class SafetensorsCheckpoint(Checkpoint):
                     for name in names:
                         if name in wanted:
                             yield name, tensors.get_tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        shape: tuple[int, ...] = self._read(
+            self._file_of(name), lambda tensors: tuple(tensors.get_slice(name).get_shape())
+        )
+        return shape
+
+    def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
+        def read(tensors: Any) -> torch.Tensor:
+            lazy = tensors.get_slice(name)
+            return torch.cat([lazy[index : index + 1] for index in indices])
+
+        rows: torch.Tensor = self._read(self._file_of(name), read)
+        return rows
+
+    def _file_of(self, name: str) -> Path:
+        return next(file for file, names in self._names.items() if name in names)
 
     @staticmethod
     def _read(file: Path, use: Any) -> Any:
@@ -75,6 +100,12 @@ class PickleCheckpoint(Checkpoint):
 
     def tensors(self, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, tensor) for name, tensor in self._tensors.items() if name in wanted)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
+        return self._tensors[name][list(indices)]
 
 
 def open_checkpoint(repository: Repository, subfolder: str = "") -> Checkpoint:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,13 @@ class GgufCheckpoint(Checkpoint):
                     parsed_parameters={"tensors": {}},
                 ).weights
                 yield name, torch.from_numpy(numpy.ascontiguousarray(values, dtype=numpy.float32))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
+        [(_, values)] = self.tensors({name})
+        return values[list(indices)]
 
     def _dequantize(self, data: Any, tensor: GgufTensor) -> Any:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize

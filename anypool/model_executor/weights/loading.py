@@ -8,7 +8,7 @@ without the `model.` prefix that separates `XForCausalLM` checkpoints from bare 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,13 +30,23 @@ class Slot:
     start: int
     shape: tuple[int, ...]
 
-    def copy(self, tensor: torch.Tensor) -> None:
+    def fill(self, tensor: torch.Tensor, *, stored: str, name: str) -> None:
+        """Copies a tensor here, or raises a `WeightsError` where its shape does not fit."""
+        if tuple(tensor.shape) != self.shape:
+            raise WeightsError(
+                f"{name}: tensor {stored!r} has shape {list(tensor.shape)}, the model expects {list(self.shape)}"
+            )
         with torch.no_grad():
             self.parameter[self.start : self.start + self.shape[0]].copy_(tensor)
 
 
-def materialize(model: nn.Module, *, device: torch.device, dtype: torch.dtype) -> None:
-    """Gives memory to every meta parameter of a model, uninitialised. Parameters already in memory are moved."""
+def materialize(model: nn.Module, *, device: torch.device, dtype: torch.dtype) -> set[str]:
+    """Gives memory to every meta parameter of a model, uninitialised. Parameters already in memory are moved.
+
+    Returns:
+        Names of the parameters that have values to come.
+    """
+    waiting = {name for name, parameter in model.named_parameters() if parameter.is_meta}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             data = (
@@ -46,15 +56,18 @@ def materialize(model: nn.Module, *, device: torch.device, dtype: torch.dtype) -
         for name, buffer in module.named_buffers(recurse=False):
             assert not buffer.is_meta, f"buffer {name} of {type(module).__name__} has no values"
             module._buffers[name] = buffer.to(device)
+    return waiting
 
 
-def slots_of(model: nn.Module) -> dict[str, Slot]:
-    """Every slot of a model by checkpoint name."""
+def slots_of(model: nn.Module, *, only: set[str] | None = None) -> dict[str, Slot]:
+    """Every slot of a model, or of some of its parameters, by checkpoint name."""
     slots: dict[str, Slot] = {}
     for prefix, module in model.named_modules():
         base = f"{prefix}." if prefix else ""
         parts = module.parts if isinstance(module, Linear) else {}
         for name, parameter in module.named_parameters(recurse=False):
+            if only is not None and base + name not in only:
+                continue
             if not parts:
                 slots[base + name] = Slot(parameter, 0, tuple(parameter.shape))
                 continue
@@ -73,6 +86,7 @@ def load_weights(
     renames: Renames = (),
     ignored: Iterable[str] = (),
     prefixes: Sequence[str] = ("", "model."),
+    only: set[str] | None = None,
     progress: bool = False,
 ) -> None:
     """Fills a materialised model.
@@ -84,12 +98,13 @@ def load_weights(
         renames: Regular expressions and replacements, applied in order to checkpoint names.
         ignored: Regular expressions of checkpoint names that this model has no use for, such as the LM head.
         prefixes: What may stand before a checkpoint name to make it a name of this model.
+        only: Parameters to fill; None for all.
         progress: Whether a bar is shown.
 
     Raises:
         WeightsError: Tensors are missing, left over, given twice or of a wrong shape.
     """
-    slots = slots_of(model)
+    slots = slots_of(model, only=only)
     targets, unused = _match(checkpoint.names(), slots, renames, prefixes, [re.compile(p) for p in ignored])
     missing = sorted(set(slots) - set(targets.values()))
     if missing or unused:
@@ -97,12 +112,7 @@ def load_weights(
     bar = tqdm(total=len(targets), desc=f"Loading {name}", unit="tensor", disable=not progress, leave=False)
     with bar:
         for stored, tensor in checkpoint.tensors(set(targets)):
-            slot = slots[targets[stored]]
-            if tuple(tensor.shape) != slot.shape:
-                raise WeightsError(
-                    f"{name}: tensor {stored!r} has shape {list(tensor.shape)}, the model expects {list(slot.shape)}"
-                )
-            slot.copy(tensor)
+            slots[targets[stored]].fill(tensor, stored=stored, name=name)
             bar.update()
 
 
@@ -148,6 +158,28 @@ def _some(names: list[str], most: int = 5) -> str:
 def load_module(module: nn.Module, checkpoint: Checkpoint, *, name: str, renames: Renames = ()) -> None:
     """Fills a small module (a head) that already has memory, without prefixes and with nothing ignored."""
     load_weights(module, checkpoint, name=name, renames=renames, prefixes=("",))
+
+
+def fill(module: nn.Module, checkpoint: Checkpoint, stored: Mapping[str, str], *, name: str) -> None:
+    """Fills every parameter of a module that has memory from the tensors named for them.
+
+    Args:
+        module: The module.
+        checkpoint: The tensors.
+        stored: Parameter name -> tensor name.
+        name: Of the model, for messages.
+
+    Raises:
+        WeightsError: A tensor is missing or of a wrong shape.
+    """
+    slots = slots_of(module)
+    assert set(slots) == set(stored), "a parameter has no tensor, or a tensor no parameter"
+    missing = sorted(set(stored.values()) - set(checkpoint.names()))
+    if missing:
+        raise WeightsError(_complaint(name, missing, []))
+    targets = {tensor: parameter for parameter, tensor in stored.items()}
+    for found, tensor in checkpoint.tensors(set(targets)):
+        slots[targets[found]].fill(tensor, stored=found, name=name)
 
 
 def construct(factory: Callable[[], nn.Module]) -> nn.Module:

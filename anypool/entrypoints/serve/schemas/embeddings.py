@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
-from anypool.engine.engine import PromptOptions
+from anypool.engine.preparation import PromptOptions
 from anypool.errors import InvalidParameterError, InvalidPromptError
 from anypool.pooling.params import PoolingParams
 

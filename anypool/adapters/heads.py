@@ -1,0 +1,235 @@
+"""Heads with weights of their own: classifiers and reward heads as checkpoints hold them.
+
+A head is a chain of layers over one row: the pooled row of a text, or each token's. Which layers a family has, and
+which row it pools, is a table; sizes come from the tensors. The formulas are those of transformers' `*ForSequence-
+Classification` and `*ForTokenClassification` classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from anypool.errors import CheckpointFormatError, ConfigError, WeightsError
+from anypool.model_executor.model_config import ModelConfig
+from anypool.model_executor.weights.checkpoint import Checkpoint
+from anypool.model_executor.weights.loading import fill
+from anypool.pooling.heads import Dense, LayerNorm
+from anypool.pooling.methods import PoolingType
+
+_ACTIVATIONS: dict[str | None, type[nn.Module]] = {
+    None: nn.Identity,
+    "tanh": nn.Tanh,
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "swish": nn.SiLU,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadLayer:
+    """One layer of a head.
+
+    Attributes:
+        tensor: Name of its tensors in the checkpoint without `.weight` and `.bias`, and without the base model's name.
+        activation: Applied after it: None, tanh, relu, gelu or silu.
+        norm: Whether it is a layer norm rather than a product.
+    """
+
+    tensor: str
+    activation: str | None = None
+    norm: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadRecipe:
+    """A head: its layers, and the row they run on.
+
+    Attributes:
+        layers: In order; the last gives one column per label.
+        pooling: The row of a text that a sequence-level head runs on.
+        token_level: Whether it gives a row per token.
+        step_tag_id: For process-reward models, the token whose rows are the steps' scores.
+        reported_column: For rewards out of several labels, the one that is the reward.
+    """
+
+    layers: tuple[HeadLayer, ...]
+    pooling: PoolingType = PoolingType.LAST_NOT_PAD
+    token_level: bool = False
+    step_tag_id: int | None = None
+    reported_column: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """A head in memory.
+
+    Attributes:
+        module: Rows `[N, D]` float32 -> `[N, labels]`.
+        recipe: What it was built from.
+        labels: How many columns it gives.
+        tensors: The checkpoint's tensors that it holds.
+        is_reward: Whether its checkpoint is a reward model's.
+        activation: What its checkpoint says turns its scores into probabilities; None where it says nothing.
+    """
+
+    module: nn.Module
+    recipe: HeadRecipe
+    labels: int
+    tensors: frozenset[str] = frozenset()
+    is_reward: bool = False
+    activation: str | None = None
+
+
+def _chain(*layers: str | tuple[str, str | None]) -> tuple[HeadLayer, ...]:
+    pairs = ((layer, None) if isinstance(layer, str) else layer for layer in layers)
+    return tuple(HeadLayer(tensor=tensor, activation=activation) for tensor, activation in pairs)
+
+
+_POOLER = _chain(("pooler.dense", "tanh"), "classifier")
+_DENSE = _chain(("classifier.dense", "tanh"), "classifier.out_proj")
+
+# Sequence classification of encoders, by model type. All other families are decoders: `score` on the last token.
+_SEQUENCE: dict[str, tuple[HeadLayer, ...]] = {
+    "albert": _chain(("pooler", "tanh"), "classifier"),
+    "bert": _POOLER,
+    "camembert": _DENSE,
+    "data2vec-text": _DENSE,
+    "deberta-v2": _chain(("pooler.dense", "gelu"), "classifier"),
+    "distilbert": _chain(("pre_classifier", "relu"), "classifier"),
+    "electra": _chain(("classifier.dense", "gelu"), "classifier.out_proj"),
+    "ernie": _POOLER,
+    "modernbert": (*_chain(("head.dense", "gelu")), HeadLayer(tensor="head.norm", norm=True), *_chain("classifier")),
+    "mpnet": _DENSE,
+    "roberta": _DENSE,
+    "xlm-roberta": _DENSE,
+}
+_SCORE = _chain("score")
+_TWO_LAYER_SCORE = _chain(("score.0", "relu"), "score.2")
+
+# Reward heads, by the tensor that tells them apart.
+_REWARD: dict[str, HeadRecipe] = {
+    "score.0": HeadRecipe(layers=_TWO_LAYER_SCORE),
+    "score": HeadRecipe(layers=_SCORE),
+    "v_head": HeadRecipe(layers=_chain("v_head"), pooling=PoolingType.LAST),
+    "regression_head": HeadRecipe(layers=_chain("regression_head"), pooling=PoolingType.LAST),
+}
+# `<extra_0>` of Qwen2.5-Math-PRM; the second label is "this step is right".
+_QWEN_STEP = 151651
+
+_REGISTERED: dict[str, HeadRecipe] = {}
+
+
+def register_head(architecture: str, recipe: HeadRecipe) -> None:
+    """Makes a head of one's own known: checkpoints of this architecture are read with it.
+
+    Args:
+        architecture: The name that `architectures` in config.json has.
+        recipe: Layers and the row they run on.
+    """
+    if not isinstance(recipe, HeadRecipe) or not recipe.layers:
+        raise ConfigError(f"recipe={recipe!r} is not a HeadRecipe with at least one layer")
+    _REGISTERED[architecture] = recipe
+
+
+def find_head(config: ModelConfig, checkpoint: Checkpoint) -> Head | None:
+    """Builds and loads the head that a checkpoint holds; None where its architecture has none.
+
+    Raises:
+        CheckpointFormatError: The architecture should have a head, and none that is known is there.
+        WeightsError: Tensors of the head are missing or of a wrong shape.
+    """
+    recipe = _REGISTERED.get(config.architecture) or _recipe_of(config, checkpoint)
+    if recipe is None:
+        return None
+    names = {layer.tensor: _stored_name(layer.tensor, config, checkpoint) for layer in recipe.layers}
+    module, stored = nn.Sequential(), {}
+    for index, layer in enumerate(recipe.layers):
+        tensor = names[layer.tensor]
+        has_bias = f"{tensor}.bias" in checkpoint.names()
+        module.append(_build(layer, config, checkpoint.shape(f"{tensor}.weight"), has_bias))
+        inner = "norm" if layer.norm else "linear"
+        for part in ("weight", "bias") if has_bias else ("weight",):
+            stored[f"{index}.{inner}.{part}"] = f"{tensor}.{part}"
+    fill(module, checkpoint, stored, name=config.name)
+    labels = module[-1].out_features
+    assert isinstance(labels, int)
+    if config.head.labels is not None and config.head.labels != labels:
+        raise WeightsError(
+            f"{config.name}: config.json has {config.head.labels} labels, the head's tensor {labels} rows"
+        )
+    return Head(
+        module=module.requires_grad_(False),
+        recipe=recipe,
+        labels=labels,
+        tensors=frozenset(stored.values()),
+        is_reward="Reward" in config.architecture,
+    )
+
+
+def _recipe_of(config: ModelConfig, checkpoint: Checkpoint) -> HeadRecipe | None:
+    architecture = config.architecture
+    if architecture.endswith("ForTokenClassification"):
+        return HeadRecipe(layers=_token_layers(config, checkpoint), token_level=True)
+    if architecture.endswith("ForSequenceClassification"):
+        return _sequence_recipe(config)
+    if "Reward" not in architecture:
+        return None
+    for tensor, recipe in _REWARD.items():
+        if f"{tensor}.weight" in checkpoint.names():
+            if architecture.endswith("ForProcessRewardModel"):
+                return replace(recipe, token_level=True, step_tag_id=_QWEN_STEP, reported_column=1)
+            return recipe
+    raise CheckpointFormatError(
+        f"{config.name}: {architecture} has none of the reward heads that are known: {', '.join(_REWARD)}"
+    )
+
+
+def _sequence_recipe(config: ModelConfig) -> HeadRecipe:
+    layers = _SEQUENCE.get(config.model_type)
+    if layers is None:
+        return HeadRecipe(layers=_SCORE)
+    layers = tuple(
+        replace(layer, activation=config.head.activation or layer.activation)
+        if layer.tensor in ("head.dense", "pooler.dense") and layer.activation == "gelu"
+        else layer
+        for layer in layers
+    )
+    mean = config.model_type == "modernbert" and config.head.pooling == "mean"
+    return HeadRecipe(layers=layers, pooling=PoolingType.MEAN if mean else PoolingType.CLS)
+
+
+def _token_layers(config: ModelConfig, checkpoint: Checkpoint) -> tuple[HeadLayer, ...]:
+    if config.model_type == "modernbert":
+        return _sequence_recipe(config).layers
+    return _chain("classifier") if "classifier.weight" in checkpoint.names() else _SCORE
+
+
+def _stored_name(tensor: str, config: ModelConfig, checkpoint: Checkpoint) -> str:
+    """The tensor's name in the checkpoint, where the base model's own name may stand before it."""
+    ending = f"{tensor}.weight"
+    found = [name for name in checkpoint.names() if name == ending or name.endswith(f".{ending}")]
+    if not found:
+        raise WeightsError(
+            f"{config.name}: the head of {config.architecture} needs a tensor {ending!r}, which is missing"
+        )
+    return min(found, key=len).removesuffix(".weight")
+
+
+def _build(layer: HeadLayer, config: ModelConfig, shape: tuple[int, ...], bias: bool) -> nn.Module:
+    if layer.norm:
+        return LayerNorm(shape[0], eps=config.norm_eps, bias=bias)
+    if layer.activation not in _ACTIVATIONS:
+        known = ", ".join(str(name) for name in _ACTIVATIONS)
+        raise CheckpointFormatError(
+            f"{config.name}: unknown activation {layer.activation!r} in the head; known: {known}"
+        )
+    return Dense(shape[1], shape[0], bias=bias, activation=_ACTIVATIONS[layer.activation]())
+
+
+def labels_of(config: ModelConfig, count: int) -> Mapping[int, str]:
+    """Names of the labels, LABEL_0 and so on where the checkpoint names none."""
+    return {i: config.head.id2label.get(i, f"LABEL_{i}") for i in range(count)}

@@ -1,0 +1,153 @@
+"""`score` and `rerank`: calls built on the tasks, by what the model is.
+
+A cross-encoder reads both texts together, a reranker that is a prompt program reads them in its template, an embedding
+model compares vectors, and a late-interaction model compares token vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from anypool.adapters.rerank_templates import ChatTemplate, RerankTemplate, TemplatedPrompt
+from anypool.engine.engine import Engine
+from anypool.engine.preparation import PromptOptions
+from anypool.engine.prompts import Prompt, TextPair
+from anypool.engine.request import Request
+from anypool.errors import InvalidParameterError, InvalidPromptError, UnsupportedTaskError
+from anypool.kernels.maxsim import maxsim
+from anypool.pooling.params import PoolingParams
+from anypool.pooling.similarity import similarity
+from anypool.pooling.tasks import PoolingTask
+
+# Runs prompts of one task: requests and results in the order given.
+Run = Callable[
+    [Sequence[Prompt | TextPair | TemplatedPrompt], PoolingTask, PoolingParams | None, PromptOptions],
+    tuple[list[Request], list[torch.Tensor]],
+]
+# Per pair: the score, and the requests it came from.
+Scores = list[tuple[torch.Tensor, list[Request]]]
+
+# What sentence-transformers calls a prompt for documents, in the order in which it looks.
+_DOCUMENT_PROMPTS = ("document", "passage", "corpus")
+
+
+def as_pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> tuple[list[str], list[str]]:
+    """Both sides as lists of one length: 1:1, 1:N or N:N.
+
+    Raises:
+        InvalidPromptError: A side is not texts, or the lengths do not fit.
+    """
+    left, right = (_texts(data, name) for data, name in ((data_1, "data_1"), (data_2, "data_2")))
+    if len(left) == 1 and len(right) != 1:
+        left = left * len(right)
+    if len(left) != len(right):
+        raise InvalidPromptError(
+            f"{len(left)} texts cannot be paired with {len(right)}: give one and any number, or as many on both sides"
+        )
+    return left, right
+
+
+def _texts(data: str | Sequence[str], name: str) -> list[str]:
+    listed = [data] if isinstance(data, str) else data
+    if not isinstance(listed, (list, tuple)) or not all(isinstance(text, str) for text in listed):
+        raise InvalidPromptError(f"{name} must be a text or a list of texts", param=name)
+    return list(listed)
+
+
+def score_pairs(
+    engine: Engine,
+    run: Run,
+    left: list[str],
+    right: list[str],
+    *,
+    params: PoolingParams | None,
+    options: PromptOptions,
+    template: ChatTemplate | None = None,
+    instruction: str | None = None,
+    roles: bool = False,
+) -> Scores:
+    """Scores pairs of texts.
+
+    Args:
+        engine: The engine.
+        run: Runs prompts on it.
+        left, right: The texts, pair by pair.
+        params: Of the scores, or of the embeddings that are compared.
+        options: How texts become token ids.
+        template: In place of the model's own.
+        instruction: For templates that take one.
+        roles: Whether the left are queries and the right documents, so that an embedding model's prompts apply.
+
+    Raises:
+        UnsupportedTaskError: The model gives several labels, of which none is the score.
+    """
+    loaded = engine.loaded
+    chosen = template or loaded.rerank_template
+    if getattr(loaded.model, "score_type", None) == "late-interaction":
+        return _late_interaction(run, left, right, params, options)
+    head = loaded.head
+    if head is None or head.recipe.token_level:
+        if template is not None or instruction is not None:
+            raise InvalidParameterError(
+                f"{loaded.config.name} compares embeddings and reads no template or instruction"
+            )
+        return _embeddings(engine, run, left, right, params, options, roles)
+    if head.labels != 1:
+        raise UnsupportedTaskError(
+            f"{loaded.config.name} has {head.labels} labels, and a score is one number: "
+            "call classify() and choose a label",
+            param="task",
+        )
+    pairs: list[TextPair | TemplatedPrompt] = [
+        _pair(query, document, chosen, instruction) for query, document in zip(left, right, strict=True)
+    ]
+    requests, results = run(pairs, PoolingTask.CLASSIFY, params, options)
+    return [(result[0], [request]) for request, result in zip(requests, results, strict=True)]
+
+
+def _pair(
+    query: str, document: str, template: RerankTemplate | None, instruction: str | None
+) -> TextPair | TemplatedPrompt:
+    if template is not None:
+        return template.render(query, document, instruction)
+    if instruction is not None:
+        raise InvalidParameterError("this model reads pairs without a template, so it takes no instruction")
+    return TextPair(query, document)
+
+
+def _embeddings(
+    engine: Engine,
+    run: Run,
+    left: list[str],
+    right: list[str],
+    params: PoolingParams | None,
+    options: PromptOptions,
+    roles: bool,
+) -> Scores:
+    recipe = engine.loaded.recipe
+    compare = similarity(recipe.similarity_fn_name)
+    sides = []
+    for texts, names in ((left, ("query",)), (right, _DOCUMENT_PROMPTS)):
+        own = next((name for name in names if name in recipe.prompts), None) if roles else None
+        chosen = options if own is None else PromptOptions(**{**vars(options), "prompt_name": own})
+        distinct = list(dict.fromkeys(texts))
+        requests, results = run(distinct, PoolingTask.EMBED, params, chosen)
+        sides.append(dict(zip(distinct, zip(requests, results, strict=True), strict=True)))
+    pairs = [(sides[0][a], sides[1][b]) for a, b in zip(left, right, strict=True)]
+    if not pairs:
+        return []
+    scores_N = compare(torch.stack([a[1] for a, _ in pairs]), torch.stack([b[1] for _, b in pairs]))
+    return [(score, [a[0], b[0]]) for score, (a, b) in zip(scores_N, pairs, strict=True)]
+
+
+def _late_interaction(
+    run: Run, left: list[str], right: list[str], params: PoolingParams | None, options: PromptOptions
+) -> Scores:
+    distinct = list(dict.fromkeys([*left, *right]))
+    requests, results = run(distinct, PoolingTask.TOKEN_EMBED, params, options)
+    vectors = dict(zip(distinct, zip(requests, results, strict=True), strict=True))
+    return [
+        (maxsim(vectors[a][1], vectors[b][1]), [vectors[a][0], vectors[b][0]]) for a, b in zip(left, right, strict=True)
+    ]
