@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -37,6 +38,16 @@ def require(condition: bool, message: str) -> None:
 
 def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_int_list(value: object) -> bool:
+    """Whether it is a sequence of integers, at least one."""
+    return isinstance(value, Sequence) and len(value) > 0 and all(map(is_int, value))
+
+
+def contradicts(use_activation: bool | None, activation: str | None) -> bool:
+    """Whether the two say different things about whether there is an activation."""
+    return None not in (use_activation, activation) and use_activation != (activation != "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,22 +108,27 @@ class PoolerConfig:
                 f"PoolerConfig: unknown activation {self.activation!r}; known: {', '.join(ACTIVATIONS)}",
             )
             require(
-                self.use_activation is not False or self.activation == "none",
-                f"PoolerConfig: use_activation=False contradicts activation={self.activation!r}",
+                not contradicts(self.use_activation, self.activation),
+                f"PoolerConfig: use_activation={self.use_activation} contradicts activation={self.activation!r}",
             )
         for name in ("logit_mean", "logit_sigma"):
             value = getattr(self, name)
-            require(
-                value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)),
-                f"PoolerConfig: {name}={value!r} is not a number",
-            )
+            require(value is None or _is_number(value), f"PoolerConfig: {name}={value!r} is not a finite number")
         require(self.logit_sigma != 0, "PoolerConfig: logit_sigma=0 would divide by zero")
         require(
             not self.enable_chunked_processing and self.max_embed_len is None,
             "PoolerConfig: enable_chunked_processing and max_embed_len are not supported by this version; "
             "split long texts, or truncate them with truncate_prompt_tokens=-1",
         )
+        require(
+            self.step_tag_id is None or is_int(self.step_tag_id),
+            f"PoolerConfig: step_tag_id={self.step_tag_id!r} is not a token id",
+        )
         if self.returned_token_ids is not None:
+            require(
+                is_int_list(self.returned_token_ids),
+                f"PoolerConfig: returned_token_ids={self.returned_token_ids!r} is not a list of numbers",
+            )
             object.__setattr__(self, "returned_token_ids", tuple(self.returned_token_ids))
 
     @property
@@ -130,18 +146,21 @@ class PoolerConfig:
         return parts[0] if parts is not None and parts[0] in TOKEN_POOLING_TYPES else None
 
     def _translate_old_names(self) -> None:
-        for old, new, value in (
-            ("logit_bias", "logit_mean", self.logit_bias),
-            ("logit_scale", "logit_sigma", None if not self.logit_scale else 1 / self.logit_scale),
-        ):
+        for old, new in (("logit_bias", "logit_mean"), ("logit_scale", "logit_sigma")):
             given = getattr(self, old)
             if given is None:
                 continue
             require(getattr(self, new) is None, f"PoolerConfig: {old} and {new} are the same setting: give {new}")
-            require(value is not None, f"PoolerConfig: {old}={given!r} would make every score the same")
+            require(_is_number(given), f"PoolerConfig: {old}={given!r} is not a finite number")
+            require(old != "logit_scale" or given != 0, f"PoolerConfig: {old}=0 would make every score the same")
+            value = given if old == "logit_bias" else 1 / given
             warnings.warn(f"PoolerConfig({old}=) is old: use {new}={value!r}", DeprecationWarning, stacklevel=4)
             object.__setattr__(self, new, value)
             object.__setattr__(self, old, None)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _parts(given: str | None) -> tuple[str, ...] | None:
@@ -181,6 +200,7 @@ _NOT_YET: Mapping[str, Any] = {
 }
 
 
+_CONVERSIONS = ("auto", "none", "embed", "classify", "reward")
 # The `task=` of older versions of vLLM, and what it means now.
 _OLD_TASKS = {
     "auto": "auto",
@@ -228,7 +248,7 @@ class EngineConfig:
             self.runner in ("auto", "pooling"),
             f"runner={self.runner!r}: this engine pools and does not generate text; use runner='pooling'",
         )
-        _one_of("convert", self.convert, ("auto", "none", "embed", "classify", "reward"))
+        _one_of("convert", self.convert, _CONVERSIONS)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("model_impl", self.model_impl, ("auto", "native", "transformers"))
         require(
@@ -262,14 +282,24 @@ class EngineConfig:
                 )
         if "override_pooler_config" in values:
             warnings.warn("override_pooler_config= is old: use pooler_config=", DeprecationWarning, stacklevel=3)
-            values.setdefault("pooler_config", values.pop("override_pooler_config"))
+            old = values.pop("override_pooler_config")
+            require(
+                values.get("pooler_config") is None,
+                "pooler_config and override_pooler_config are the same setting: give pooler_config",
+            )
+            values["pooler_config"] = old
         if "task" in values:
             task = values.pop("task")
             require(
-                task in _OLD_TASKS, f"task={task!r} is unknown, and old: use convert= one of {', '.join(_OLD_TASKS)}"
+                isinstance(task, str) and task in _OLD_TASKS,
+                f"task={task!r} is unknown, and old: use convert= one of {', '.join(_CONVERSIONS)}",
             )
-            warnings.warn(f"task={task!r} is old: use convert={_OLD_TASKS[task]!r}", DeprecationWarning, stacklevel=3)
-            values.setdefault("convert", _OLD_TASKS[task])
+            convert = _OLD_TASKS[task]
+            warnings.warn(f"task={task!r} is old: use convert={convert!r}", DeprecationWarning, stacklevel=3)
+            require(
+                values.setdefault("convert", convert) == convert,
+                f"task={task!r} contradicts convert={values['convert']!r}: give convert",
+            )
         pooler = values.get("pooler_config")
         if isinstance(pooler, Mapping):
             values["pooler_config"] = from_mapping(PoolerConfig, pooler, what="pooler_config")

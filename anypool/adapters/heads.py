@@ -7,7 +7,7 @@ Classification` and `*ForTokenClassification` classes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -37,11 +37,13 @@ class HeadLayer:
         tensor: Name of its tensors in the checkpoint without `.weight` and `.bias`, and without the base model's name.
         activation: Applied after it: None, tanh, relu, gelu or silu.
         norm: Whether it is a layer norm rather than a product.
+        bias: Whether the checkpoint must have a bias for it; None where either is right.
     """
 
     tensor: str
     activation: str | None = None
     norm: bool = False
+    bias: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +86,14 @@ class Head:
     activation: str | None = None
 
 
-def _chain(*layers: str | tuple[str, str | None]) -> tuple[HeadLayer, ...]:
+def _chain(*layers: str | tuple[str, str | None], bias: bool | None = True) -> tuple[HeadLayer, ...]:
     pairs = ((layer, None) if isinstance(layer, str) else layer for layer in layers)
-    return tuple(HeadLayer(tensor=tensor, activation=activation) for tensor, activation in pairs)
+    return tuple(HeadLayer(tensor=tensor, activation=activation, bias=bias) for tensor, activation in pairs)
 
 
 _POOLER = _chain(("pooler.dense", "tanh"), "classifier")
 _DENSE = _chain(("classifier.dense", "tanh"), "classifier.out_proj")
+_MODERN = _chain(("head.dense", "gelu"), bias=None)
 
 # Sequence classification of encoders, by model type. All other families are decoders: `score` on the last token.
 _SEQUENCE: dict[str, tuple[HeadLayer, ...]] = {
@@ -102,20 +105,20 @@ _SEQUENCE: dict[str, tuple[HeadLayer, ...]] = {
     "distilbert": _chain(("pre_classifier", "relu"), "classifier"),
     "electra": _chain(("classifier.dense", "gelu"), "classifier.out_proj"),
     "ernie": _POOLER,
-    "modernbert": (*_chain(("head.dense", "gelu")), HeadLayer(tensor="head.norm", norm=True), *_chain("classifier")),
+    "modernbert": (*_MODERN, HeadLayer(tensor="head.norm", norm=True), *_chain("classifier")),
     "mpnet": _DENSE,
     "roberta": _DENSE,
     "xlm-roberta": _DENSE,
 }
-_SCORE = _chain("score")
+_SCORE = _chain("score", bias=None)
 _TWO_LAYER_SCORE = _chain(("score.0", "relu"), "score.2")
 
 # Reward heads, by the tensor that tells them apart.
 _REWARD: dict[str, HeadRecipe] = {
     "score.0": HeadRecipe(layers=_TWO_LAYER_SCORE),
     "score": HeadRecipe(layers=_SCORE),
-    "v_head": HeadRecipe(layers=_chain("v_head"), pooling=PoolingType.LAST),
-    "regression_head": HeadRecipe(layers=_chain("regression_head"), pooling=PoolingType.LAST),
+    "v_head": HeadRecipe(layers=_chain("v_head", bias=None), pooling=PoolingType.LAST),
+    "regression_head": HeadRecipe(layers=_chain("regression_head", bias=None), pooling=PoolingType.LAST),
 }
 # `<extra_0>` of Qwen2.5-Math-PRM; the second label is "this step is right".
 _QWEN_STEP = 151651
@@ -140,31 +143,31 @@ def find_head(config: ModelConfig, checkpoint: Checkpoint) -> Head | None:
 
     Raises:
         CheckpointFormatError: The architecture should have a head, and none that is known is there.
+        ConfigError: A recipe of one's own does not fit the head's tensors.
         WeightsError: Tensors of the head are missing or of a wrong shape.
     """
     recipe = _REGISTERED.get(config.architecture) or _recipe_of(config, checkpoint)
     if recipe is None:
         return None
-    names = {layer.tensor: _stored_name(layer.tensor, config, checkpoint) for layer in recipe.layers}
     module, stored = nn.Sequential(), {}
+    size = config.hidden_size
     for index, layer in enumerate(recipe.layers):
-        tensor = names[layer.tensor]
+        tensor = _stored_name(layer.tensor, config, checkpoint)
         has_bias = f"{tensor}.bias" in checkpoint.names()
-        module.append(_build(layer, config, checkpoint.shape(f"{tensor}.weight"), has_bias))
+        if layer.bias and not has_bias:
+            raise _missing(f"{layer.tensor}.bias", config)
+        built = _build(layer, config, tensor, checkpoint.shape(f"{tensor}.weight"), size, has_bias)
+        module.append(built)
+        size = int(built.out_features)
         inner = "norm" if layer.norm else "linear"
         for part in ("weight", "bias") if has_bias else ("weight",):
             stored[f"{index}.{inner}.{part}"] = f"{tensor}.{part}"
     fill(module, checkpoint, stored, name=config.name)
-    labels = module[-1].out_features
-    assert isinstance(labels, int)
-    if config.head.labels is not None and config.head.labels != labels:
-        raise WeightsError(
-            f"{config.name}: config.json has {config.head.labels} labels, the head's tensor {labels} rows"
-        )
+    _check_labels(size, config, recipe)
     return Head(
         module=module.requires_grad_(False),
         recipe=recipe,
-        labels=labels,
+        labels=size,
         tensors=frozenset(stored.values()),
         is_reward="Reward" in config.architecture,
     )
@@ -213,13 +216,35 @@ def _stored_name(tensor: str, config: ModelConfig, checkpoint: Checkpoint) -> st
     ending = f"{tensor}.weight"
     found = [name for name in checkpoint.names() if name == ending or name.endswith(f".{ending}")]
     if not found:
-        raise WeightsError(
-            f"{config.name}: the head of {config.architecture} needs a tensor {ending!r}, which is missing"
-        )
+        raise _missing(ending, config)
     return min(found, key=len).removesuffix(".weight")
 
 
-def _build(layer: HeadLayer, config: ModelConfig, shape: tuple[int, ...], bias: bool) -> nn.Module:
+def _missing(tensor: str, config: ModelConfig) -> WeightsError:
+    return WeightsError(f"{config.name}: the head of {config.architecture} needs a tensor {tensor!r}, which is missing")
+
+
+def _check_labels(labels: int, config: ModelConfig, recipe: HeadRecipe) -> None:
+    if config.head.labels is not None and config.head.labels != labels:
+        raise WeightsError(
+            f"{config.name}: config.json has {config.head.labels} labels, the head's tensor {labels} rows"
+        )
+    if recipe.reported_column is not None and not 0 <= recipe.reported_column < labels:
+        raise ConfigError(
+            f"{config.name}: the reward of {config.architecture} is column {recipe.reported_column} of its head, "
+            f"which has the columns 0 to {labels - 1}"
+        )
+
+
+def _build(
+    layer: HeadLayer, config: ModelConfig, tensor: str, shape: tuple[int, ...], size: int, bias: bool
+) -> Dense | LayerNorm:
+    """A layer for rows of `size`, of the shape that its tensor has."""
+    if len(shape) != (1 if layer.norm else 2) or shape[-1] != size:
+        raise WeightsError(
+            f"{config.name}: tensor '{tensor}.weight' has shape {list(shape)}, and what comes before gives "
+            f"rows of {size}"
+        )
     if layer.norm:
         return LayerNorm(shape[0], eps=config.norm_eps, bias=bias)
     if layer.activation not in _ACTIVATIONS:
@@ -230,6 +255,6 @@ def _build(layer: HeadLayer, config: ModelConfig, shape: tuple[int, ...], bias: 
     return Dense(shape[1], shape[0], bias=bias, activation=_ACTIVATIONS[layer.activation]())
 
 
-def labels_of(config: ModelConfig, count: int) -> Mapping[int, str]:
-    """Names of the labels, LABEL_0 and so on where the checkpoint names none."""
-    return {i: config.head.id2label.get(i, f"LABEL_{i}") for i in range(count)}
+def labels_of(config: ModelConfig, columns: Sequence[int]) -> Mapping[int, str]:
+    """Names of the labels of some of a head's columns by their place, LABEL_0 and so on where the file has none."""
+    return {i: config.head.id2label.get(column, f"LABEL_{column}") for i, column in enumerate(columns)}

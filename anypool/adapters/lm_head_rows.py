@@ -61,8 +61,8 @@ def manifest_head(
     config: ModelConfig, checkpoint: Checkpoint, manifest: Manifest, token_id: Callable[[str], int]
 ) -> Head:
     """The head of a known reranker that is saved as a plain causal LM."""
-    tokens = [token for token in (manifest.false_token, manifest.true_token) if token is not None]
-    head = rows_head(config, checkpoint, [token_id(token) for token in tokens], difference=len(tokens) == 2)
+    token_ids = [token_id(token) for token in manifest.tokens]
+    head = rows_head(config, checkpoint, token_ids, difference=len(token_ids) == 2)
     return replace(head, activation=manifest.activation)
 
 

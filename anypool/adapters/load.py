@@ -14,11 +14,19 @@ from torch import nn
 from anypool.adapters.heads import Head, find_head
 from anypool.adapters.lm_head_rows import head_from_config, manifest_head, rows_head
 from anypool.adapters.pooling_model import as_pooling_model, score_poolers
-from anypool.adapters.rerank_templates import ChatTemplate, RerankTemplate, find_manifest
-from anypool.adapters.sentence_transformers import Recipe, build_head, read_recipe
+from anypool.adapters.rerank_templates import (
+    ChatTemplate,
+    Manifest,
+    RerankTemplate,
+    find_manifest,
+    names_both_roles,
+    own_template,
+    read_template,
+)
+from anypool.adapters.sentence_transformers import Recipe, build_head, read_recipe, score_head
 from anypool.adapters.settings import Setting, pooling_defaults, resolve_settings
 from anypool.config import EngineConfig, PoolerConfig
-from anypool.errors import ConfigError
+from anypool.errors import CheckpointFormatError, ConfigError
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import is_pooling_model, load_backbone
 from anypool.model_executor.registry import ModelRegistry
@@ -109,10 +117,16 @@ def load_pooling_model(
         raise ConfigError(
             f"convert='none': {model_cls.__name__} is not a pooling model; use convert='auto' or convert='embed'"
         )
+    if own_pooler and user.pooling_types is not None:
+        raise ConfigError(
+            f"PoolerConfig: pooling_type={'+'.join(user.pooling_types)!r} has no effect: "
+            f"{model_cls.__name__} has a pooler of its own"
+        )
     device = pick_device(engine.device)
     dtype = pick_dtype(engine.dtype, config, device)
     checkpoint = open_checkpoint(opened.backbone)
-    head = None if own_pooler else _head(engine, config, checkpoint, user, token_id)
+    manifest = find_manifest(config, answers=recipe.answer_ids, token_id=token_id)
+    head = None if own_pooler else _head(engine, opened, checkpoint, user, manifest, token_id)
     claimed = head.tensors if head is not None else frozenset()
     if engine.convert == "embed":
         head = None
@@ -120,7 +134,7 @@ def load_pooling_model(
     model: Any = construct(lambda: pooling_cls(config) if own_pooler else pooling_cls(config, head))
     settings = resolve_settings(pooling_cls, config, recipe, user, head)
     types = settings["pooling_type"].value
-    dense, size = build_head(opened.repository, recipe, config.hidden_size * len(types))
+    dense, size = build_head(opened.repository, recipe.modules, config.hidden_size * len(types))
     progress = engine.use_tqdm_on_load
     if hasattr(model, "load"):
         model.load(opened.backbone, device=device, dtype=dtype, claimed=claimed, progress=progress)
@@ -143,7 +157,7 @@ def load_pooling_model(
         config=config,
         recipe=recipe,
         head=head,
-        rerank_template=_rerank_template(engine, config, head),
+        rerank_template=_rerank_template(engine, opened, head, manifest),
         defaults=pooling_defaults(model, config, settings, size, user, head),
         settings=settings,
         device=device,
@@ -153,16 +167,24 @@ def load_pooling_model(
 
 def _head(
     engine: EngineConfig,
-    config: ModelConfig,
+    opened: OpenedModel,
     checkpoint: Checkpoint,
     user: PoolerConfig,
+    manifest: Manifest | None,
     token_id: Callable[[str], int] | None,
 ) -> Head | None:
-    """The head of the checkpoint, or one made of LM-head rows where config.json or the user asks for that."""
+    """The head of the checkpoint, or one made of LM-head rows where its files or the user ask for that."""
+    config, recipe = opened.config, opened.recipe
     head = head_from_config(config, checkpoint, token_id) or find_head(config, checkpoint)
-    manifest = find_manifest(config)
+    head = head or score_head(opened.repository, recipe, config, checkpoint)
     if head is None and manifest is not None and token_id is not None and engine.convert != "embed":
         head = manifest_head(config, checkpoint, manifest, token_id)
+    if head is None and recipe.is_cross_encoder and engine.convert != "embed":
+        raise CheckpointFormatError(
+            f"{config.name} is a CrossEncoder, and {config.architecture} has no classification head; name the tokens "
+            "whose logits are the score with hf_overrides={'classifier_from_token': [false, true], "
+            "'method': 'from_2_way_softmax'}"
+        )
     if head is None and user.returned_token_ids is not None:
         head = rows_head(config, checkpoint, user.returned_token_ids, token_level=True)
     if head is None and engine.convert == "classify":
@@ -174,11 +196,29 @@ def _head(
     return head
 
 
-def _rerank_template(engine: EngineConfig, config: ModelConfig, head: Head | None) -> RerankTemplate | None:
-    """The user's template, else the known reranker's, where the model scores texts."""
+def _rerank_template(
+    engine: EngineConfig, opened: OpenedModel, head: Head | None, manifest: Manifest | None
+) -> RerankTemplate | None:
+    """The user's template; else, where the model scores texts, its files' own or the known reranker's.
+
+    A chat template that comes with a checkpoint's tokenizer is taken where the checkpoint says that its pairs go
+    through it, or where it is made for pairs; any other is about conversations.
+    """
     if engine.chat_template is not None:
         return ChatTemplate(engine.chat_template)
-    return find_manifest(config) if head is not None and not head.recipe.token_level else None
+    if head is None or head.recipe.token_level:
+        return None
+    recipe, backbone = opened.recipe, opened.backbone
+    if recipe.message_format is not None:
+        in_parts = recipe.message_format == "structured"
+        stated = own_template(backbone, in_parts=in_parts, variables=recipe.template_variables)
+        if stated is None:
+            raise CheckpointFormatError(f"{backbone.name} puts pairs into a chat template, and there is none")
+        return stated
+    if manifest is not None or head.is_reward or head.labels != 1:
+        return manifest
+    text = read_template(backbone)
+    return own_template(backbone) if text is not None and names_both_roles(text) else None
 
 
 def _primary_task(head: Head | None, convert: str) -> PoolingTask:

@@ -61,12 +61,12 @@ class PoolingMixin:
         return None
 
     def build_poolers(self, head: Head | None) -> dict[PoolingTask, Pooler]:
-        """A pooler per task: embeddings always, scores where there is a head, raw states as the reward of a decoder."""
+        """A pooler per task: embeddings always, scores where there is a head, else raw states as a decoder's reward."""
         embed = EmbedPooler((PoolingType(getattr(self, "default_pooling_type", "LAST")),))
         poolers: dict[PoolingTask, Pooler] = {PoolingTask.EMBED: embed, PoolingTask.TOKEN_EMBED: TokenEmbedPooler()}
         if head is not None:
             poolers |= score_poolers(head)
-        elif not is_encoder_model(type(self)):
+        elif self.pooling_task is PoolingTask.REWARD or not is_encoder_model(type(self)):
             poolers[PoolingTask.REWARD] = TokenEmbedPooler()
         return poolers
 
@@ -128,7 +128,12 @@ def _subclass(model_cls: type[nn.Module], task: PoolingTask) -> type[nn.Module]:
             self.lm_head = None  # a class of someone else's that builds its head without the hook
         if head is None and task in (PoolingTask.CLASSIFY, PoolingTask.TOKEN_CLASSIFY):
             self.score = Linear(config.hidden_size, config.head.labels or 2)
-            recipe = HeadRecipe(layers=(), token_level=task is PoolingTask.TOKEN_CLASSIFY)
+            by_class = getattr(self, "default_pooling_type", None) if is_encoder_model(model_cls) else None
+            recipe = HeadRecipe(
+                layers=(),
+                pooling=PoolingType(by_class or PoolingType.LAST_NOT_PAD),
+                token_level=task is PoolingTask.TOKEN_CLASSIFY,
+            )
             head = Head(module=self.score, recipe=recipe, labels=self.score.out_features)
         self.pooler = DispatchPooler(self.build_poolers(head))
 

@@ -6,21 +6,25 @@ Module types are matched by their last dotted component, which is all that staye
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
 from torch import nn
 
+from anypool.adapters.heads import Head, HeadRecipe
+from anypool.adapters.lm_head_rows import rows_head
 from anypool.config import is_int
 from anypool.errors import CheckpointFormatError, UnsupportedArchitectureError
-from anypool.model_executor.weights.checkpoint import open_checkpoint
+from anypool.model_executor.model_config import ModelConfig
+from anypool.model_executor.weights.checkpoint import Checkpoint, open_checkpoint
 from anypool.model_executor.weights.loading import load_module
 from anypool.model_executor.weights.repository import Repository
 from anypool.pooling.activations import activation_from_path
 from anypool.pooling.heads import Dense, LayerNorm, Normalize
 from anypool.pooling.methods import PoolingType
+from anypool.pooling.similarity import SIMILARITIES
 
 _MODES = {
     "cls": PoolingType.CLS,
@@ -54,15 +58,26 @@ _DENSE_KEYS = {
     "module_output_name",
     "use_residual",
 }
+_EMBEDDER, _CROSS_ENCODER = "SentenceTransformer", "CrossEncoder"
+# What the Transformer of each task gives: the name of its output, and the model's output that it is.
+_TASKS = {
+    "feature-extraction": ("token_embeddings", "last_hidden_state"),
+    "sequence-classification": ("scores", "logits"),
+    "text-generation": ("causal_logits", "logits"),
+}
+_LOGIT_SCORE_KEYS = {"true_token_id", "false_token_id", "module_input_name"}
+# Options of a chat template that are about its tokens, not variables that it sees.
+_TEMPLATE_OPTIONS = {"padding", "truncation", "max_length", "return_tensors", "restore_suffix"}
 # Every model knows these two names; a checkpoint may give them a text.
 _DEFAULT_PROMPTS = {"query": "", "document": ""}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a checkpoint's vectors are made, as its sentence-transformers files say.
+    """How a checkpoint's vectors or scores are made, as its sentence-transformers files say.
 
     Attributes:
+        is_cross_encoder: Whether it scores pairs of texts.
         backbone: Folder of the transformer inside the checkpoint.
         types: Pooling types; None where no file says.
         include_prompt: Whether tokens of a prompt take part in pooling.
@@ -75,8 +90,13 @@ class Recipe:
         truncate_dim: How many dimensions are kept by default.
         similarity_fn_name: How vectors are meant to be compared.
         score_activation: Dotted path of the activation that a CrossEncoder was saved with.
+        answer_ids: Tokens whose logits give a CrossEncoder's score: false and true, or true alone.
+        score_modules: (type, path, config) of what turns a CrossEncoder's pooled row into scores.
+        message_format: "flat" or "structured" where a CrossEncoder's pairs go through its chat template.
+        template_variables: What that template sees beside the pair.
     """
 
+    is_cross_encoder: bool = False
     backbone: str = ""
     types: tuple[PoolingType, ...] | None = None
     include_prompt: bool = True
@@ -89,6 +109,10 @@ class Recipe:
     truncate_dim: int | None = None
     similarity_fn_name: str | None = None
     score_activation: str | None = None
+    answer_ids: tuple[int, ...] = ()
+    score_modules: tuple[tuple[str, str, Mapping[str, Any]], ...] = ()
+    message_format: str | None = None
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_recipe(repository: Repository) -> Recipe:
@@ -98,11 +122,16 @@ def read_recipe(repository: Repository) -> Recipe:
         CheckpointFormatError: A module, mode, key or file is unknown or missing.
     """
     model = repository.read_object("config_sentence_transformers.json") or {}
-    kind = model.get("model_type") or "SentenceTransformer"
-    if kind != "SentenceTransformer":
+    kind = model.get("model_type") or _EMBEDDER
+    if kind not in (_EMBEDDER, _CROSS_ENCODER):
         raise UnsupportedArchitectureError(
             f"{repository.name}: config_sentence_transformers.json has model_type {kind!r}; "
-            "only 'SentenceTransformer' is supported"
+            f"supported: {_EMBEDDER!r}, {_CROSS_ENCODER!r}"
+        )
+    if model.get("similarity_fn_name") not in (None, *SIMILARITIES):
+        raise CheckpointFormatError(
+            f"{repository.name}: config_sentence_transformers.json has similarity_fn_name "
+            f"{model['similarity_fn_name']!r}; known: {', '.join(SIMILARITIES)}"
         )
     prompts, default_prompt_name = _prompts(repository, model)
     common: dict[str, Any] = {
@@ -110,18 +139,22 @@ def read_recipe(repository: Repository) -> Recipe:
         "default_prompt_name": default_prompt_name,
         "truncate_dim": model.get("truncate_dim"),
         "similarity_fn_name": model.get("similarity_fn_name"),
+        "is_cross_encoder": kind == _CROSS_ENCODER,
+        "score_activation": model.get("activation_fn") if kind == _CROSS_ENCODER else None,
     }
     listed = repository.read_json("modules.json")
     if listed is None:
-        return Recipe(**common, **_transformer_settings(repository, ""))
+        return Recipe(**common, **_transformer_settings(repository, "", kind))
     modules = _modules(repository, listed)
+    if kind == _CROSS_ENCODER:
+        return _cross_encoder(repository, modules, common)
     if len(modules) < 2 or [kind for kind, _ in modules[:2]] != ["Transformer", "Pooling"]:
         names = ", ".join(kind for kind, _ in modules)
         raise CheckpointFormatError(
             f"{repository.name}: modules.json lists {names}; a Transformer followed by a Pooling is supported"
         )
     types, include_prompt = _pooling(repository, modules[1][1])
-    tail = [(kind, path, _module_config(repository, kind, path)) for kind, path in modules[2:] if kind not in _PASSIVE]
+    tail = _tail(repository, modules[2:])
     normalize = bool(tail) and tail[-1][0] == "Normalize"
     return Recipe(
         backbone=modules[0][1],
@@ -130,8 +163,56 @@ def read_recipe(repository: Repository) -> Recipe:
         modules=tuple(tail[:-1] if normalize else tail),
         normalize=normalize,
         **common,
-        **_transformer_settings(repository, modules[0][1]),
+        **_transformer_settings(repository, modules[0][1], kind),
     )
+
+
+def _cross_encoder(repository: Repository, modules: list[tuple[str, str]], common: Mapping[str, Any]) -> Recipe:
+    """One of the three chains that score pairs: a classifier, logits of one or two tokens, or pooling and Dense."""
+    kinds = [kind for kind, _ in modules if kind not in _PASSIVE]
+    paths = [path for kind, path in modules if kind not in _PASSIVE]
+    if kinds[:1] != ["Transformer"]:
+        raise CheckpointFormatError(f"{repository.name}: modules.json lists {', '.join(kinds)}: no Transformer first")
+    task = _transformer_config(repository, paths[0])[1].get("transformer_task") or "feature-extraction"
+    found: dict[str, Any] = {"backbone": paths[0], **common}
+    found |= _transformer_settings(repository, paths[0], _CROSS_ENCODER)
+    if task == "sequence-classification" and len(kinds) == 1:
+        return Recipe(**found)
+    if task == "text-generation" and kinds[1:] == ["LogitScore"]:
+        return Recipe(answer_ids=_answers(repository, paths[1]), **found)
+    if task == "feature-extraction" and kinds[1:2] == ["Pooling"] and kinds[-1] == "Dense":
+        types, include_prompt = _pooling(repository, paths[1])
+        tail = tuple(_tail(repository, list(zip(kinds[2:], paths[2:], strict=True)), gives_scores=True))
+        return Recipe(types=types, include_prompt=include_prompt, score_modules=tail, **found)
+    raise CheckpointFormatError(
+        f"{repository.name}: modules.json lists {', '.join(kinds)} for the task {task!r}; a CrossEncoder is a "
+        "Transformer alone for 'sequence-classification', Transformer and LogitScore for 'text-generation', or "
+        "Transformer, Pooling and modules that end in a Dense for 'feature-extraction'"
+    )
+
+
+def _answers(repository: Repository, path: str) -> tuple[int, ...]:
+    where = f"{path}/config.json"
+    config = repository.read_object(where)
+    if config is None:
+        raise CheckpointFormatError(f"{repository.name}: modules.json names {where}, which is not there")
+    unknown = sorted(set(config) - _LOGIT_SCORE_KEYS)
+    if unknown:
+        raise CheckpointFormatError(
+            f"{repository.name}: {where} has unknown keys {', '.join(unknown)}; "
+            f"known: {', '.join(sorted(_LOGIT_SCORE_KEYS))}"
+        )
+    true, false = config.get("true_token_id"), config.get("false_token_id")
+    if true is None or not all(is_int(one) for one in (true, false) if one is not None):
+        raise CheckpointFormatError(
+            f"{repository.name}: {where} has true_token_id {true!r} and false_token_id {false!r}, not token ids"
+        )
+    if config.get("module_input_name") not in (None, "causal_logits"):
+        raise CheckpointFormatError(
+            f"{repository.name}: {where} has module_input_name {config['module_input_name']!r}; "
+            "only 'causal_logits' is supported"
+        )
+    return (true,) if false is None else (false, true)
 
 
 def _prompts(repository: Repository, model: Mapping[str, Any]) -> tuple[dict[str, str], str | None]:
@@ -164,26 +245,40 @@ def _modules(repository: Repository, listed: Any) -> list[tuple[str, str]]:
     return modules
 
 
-def _transformer_settings(repository: Repository, path: str) -> dict[str, Any]:
+def _transformer_config(repository: Repository, path: str) -> tuple[str, dict[str, Any]]:
+    """The name of the file with the transformer's settings, and what it holds; empty where there is none."""
     where = f"{path}/" if path else ""
-    name, config = next(
-        ((n, c) for n, c in ((n, repository.read_object(where + n)) for n in _TRANSFORMER_CONFIGS) if c), ("", {})
-    )
-    text = (config.get("modality_config") or {}).get("text") or {}
+    found = ((name, repository.read_object(where + name)) for name in _TRANSFORMER_CONFIGS)
+    return next(((name, config) for name, config in found if config), ("", {}))
+
+
+def _transformer_settings(repository: Repository, path: str, kind: str) -> dict[str, Any]:
+    name, config = _transformer_config(repository, path)
+    modalities = config.get("modality_config") or {}
+    task = config.get("transformer_task") or "feature-extraction"
+    known = tuple(_TASKS) if kind == _CROSS_ENCODER else ("feature-extraction",)
+    output, text_output = _TASKS.get(task, (None, None))
+    processing = config.get("processing_kwargs") or {}
+    template = processing.get("chat_template") if kind == _CROSS_ENCODER else None
     for key, value, supported in (
-        ("transformer_task", config.get("transformer_task"), "feature-extraction"),
-        ("module_output_name", config.get("module_output_name"), "token_embeddings"),
-        ("modality_config text output", text.get("method_output_name"), "last_hidden_state"),
-        ("processing_kwargs", config.get("processing_kwargs") or None, None),
+        ("transformer_task", config.get("transformer_task"), known),
+        ("module_output_name", config.get("module_output_name"), (output,)),
+        ("modality_config text output", (modalities.get("text") or {}).get("method_output_name"), (text_output,)),
+        ("processing_kwargs", processing or None, () if template is None else ({"chat_template": template},)),
+        ("chat_template option", next(iter(sorted(_TEMPLATE_OPTIONS & set(template or ()))), None), ()),
     ):
-        if value is not None and value != supported:
+        if value is not None and value not in supported:
             raise UnsupportedArchitectureError(
-                f"{repository.name}: {name} has {key} {value!r}; only {supported!r} is supported"
+                f"{repository.name}: {name} has {key} {value!r}; supported: {', '.join(map(repr, supported)) or 'none'}"
             )
     length = config.get("max_seq_length")
     if length is not None and not (is_int(length) and length > 0):
         raise CheckpointFormatError(f"{repository.name}: {name} has max_seq_length {length!r}, not a positive integer")
-    return {"max_seq_length": length, "do_lower_case": bool(config.get("do_lower_case", False))}
+    settings = {"max_seq_length": length, "do_lower_case": bool(config.get("do_lower_case", False))}
+    if kind == _CROSS_ENCODER and "message" in modalities:
+        settings["message_format"] = modalities["message"].get("format", "structured")
+        settings["template_variables"] = template or {}
+    return settings
 
 
 def _pooling(repository: Repository, path: str) -> tuple[tuple[PoolingType, ...], bool]:
@@ -209,7 +304,18 @@ def _pooling(repository: Repository, path: str) -> tuple[tuple[PoolingType, ...]
     return tuple(_MODES[mode] for mode in listed), bool(config.get("include_prompt", True))
 
 
-def _module_config(repository: Repository, kind: str, path: str) -> Mapping[str, Any]:
+def _tail(
+    repository: Repository, modules: list[tuple[str, str]], *, gives_scores: bool = False
+) -> list[tuple[str, str, Mapping[str, Any]]]:
+    """(type, path, config) of what follows pooling; the last gives a CrossEncoder's scores."""
+    kept = [(kind, path) for kind, path in modules if kind not in _PASSIVE]
+    return [
+        (kind, path, _module_config(repository, kind, path, gives_scores=gives_scores and index == len(kept) - 1))
+        for index, (kind, path) in enumerate(kept)
+    ]
+
+
+def _module_config(repository: Repository, kind: str, path: str, *, gives_scores: bool = False) -> Mapping[str, Any]:
     """The module's settings. A Normalize has none, and its empty folder is lost in git and zip copies."""
     if kind not in ("Dense", "LayerNorm", "Normalize"):
         raise CheckpointFormatError(
@@ -226,21 +332,44 @@ def _module_config(repository: Repository, kind: str, path: str) -> Mapping[str,
             f"{repository.name}: {path}/config.json has unknown keys {', '.join(unknown)}; "
             f"known: {', '.join(sorted(_DENSE_KEYS))}"
         )
-    for key in ("module_input_name", "module_output_name"):
-        if config.get(key) not in (None, "sentence_embedding"):
+    output = "scores" if gives_scores else "sentence_embedding"
+    for key, supported in (("module_input_name", "sentence_embedding"), ("module_output_name", output)):
+        if (config.get(key) or "sentence_embedding") != supported:
             raise CheckpointFormatError(
-                f"{repository.name}: {path}/config.json has {key} {config[key]!r}; "
-                "only 'sentence_embedding' is supported"
+                f"{repository.name}: {path}/config.json has {key} {config.get(key)!r}; only {supported!r} is supported"
             )
     return config
 
 
-def build_head(repository: Repository, recipe: Recipe, in_features: int) -> tuple[nn.Sequential, int]:
-    """Builds and loads the modules that follow pooling, in float32.
+def score_head(repository: Repository, recipe: Recipe, config: ModelConfig, checkpoint: Checkpoint) -> Head | None:
+    """The head of a CrossEncoder whose modules say how it scores; None where they leave that to the model.
 
     Args:
         repository: The checkpoint.
         recipe: Its recipe.
+        config: The backbone's configuration.
+        checkpoint: The backbone's tensors.
+
+    Raises:
+        CheckpointFormatError: Its modules do not fit the backbone or one another.
+    """
+    if recipe.answer_ids:
+        return rows_head(config, checkpoint, recipe.answer_ids, difference=len(recipe.answer_ids) == 2)
+    if not recipe.score_modules:
+        return None
+    assert recipe.types is not None
+    module, labels = build_head(repository, recipe.score_modules, config.hidden_size * len(recipe.types))
+    return Head(module=module, recipe=HeadRecipe(layers=(), pooling=recipe.types[0]), labels=labels)
+
+
+def build_head(
+    repository: Repository, modules: Sequence[tuple[str, str, Mapping[str, Any]]], in_features: int
+) -> tuple[nn.Sequential, int]:
+    """Builds and loads the modules that follow pooling, in float32.
+
+    Args:
+        repository: The checkpoint.
+        modules: Of its recipe.
         in_features: Size of the pooled row.
 
     Returns:
@@ -251,7 +380,7 @@ def build_head(repository: Repository, recipe: Recipe, in_features: int) -> tupl
     """
     head = nn.Sequential()
     size = in_features
-    for kind, path, config in recipe.modules:
+    for kind, path, config in modules:
         if kind == "Normalize":
             head.append(Normalize())
             continue

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from anypool.adapters.heads import Head
@@ -55,19 +55,37 @@ def resolve_settings(
     }
     if head is not None:
         settings |= _score_settings(config, recipe, user, head)
+    if user.step_tag_id is not None and not 0 <= user.step_tag_id < config.vocab_size:
+        raise ConfigError(
+            f"PoolerConfig: step_tag_id={user.step_tag_id} is not a token of {config.name}: "
+            f"its ids are 0 to {config.vocab_size - 1}"
+        )
     return settings
 
 
 def _score_settings(config: ModelConfig, recipe: Recipe, user: PoolerConfig, head: Head) -> dict[str, Setting]:
     asked = None if user.pooling_types is None else tuple(PoolingType(name) for name in user.pooling_types)
-    by_user = "none" if user.use_activation is False else user.activation
-    saved, where = recipe.score_activation or config.head.score_activation, "config_sentence_transformers.json"
-    by_files = score_activation_from_path(saved, where=f"{config.name}: {where}") if saved is not None else None
+    if asked is not None and len(asked) > 1 and not head.recipe.token_level:
+        raise ConfigError(
+            f"PoolerConfig: pooling_type={'+'.join(asked)!r} gives rows of {len(asked) * config.hidden_size}; "
+            f"the head of {config.name} takes {config.hidden_size}"
+        )
+    by_files = None
+    for saved, where in (
+        (recipe.score_activation, "config_sentence_transformers.json"),
+        (config.head.score_activation, "config.json"),
+    ):
+        if saved is not None and by_files is None and _asked_activation(user) is None:
+            by_files = score_activation_from_path(saved, where=f"{config.name}: {where}")
     return {
-        "score_pooling_type": _first(asked, None, (head.recipe.pooling,)),
-        "activation": _first(by_user, by_files, head.activation or _default_activation(config, head)),
+        "score_pooling_type": _first(asked, recipe.types if recipe.score_modules else None, (head.recipe.pooling,)),
+        "activation": _first(_asked_activation(user), by_files, head.activation or _default_activation(config, head)),
         "step_tag_id": _first(user.step_tag_id, None, head.recipe.step_tag_id),
     }
+
+
+def _asked_activation(user: PoolerConfig) -> str | None:
+    return "none" if user.use_activation is False else user.activation
 
 
 def _default_activation(config: ModelConfig, head: Head) -> str:
@@ -85,7 +103,8 @@ def _guess(model_cls: Any, config: ModelConfig) -> PoolingType:
 
     So does sentence-transformers since 5.4 with a folder that has no modules.json.
     """
-    is_causal_lm = config.is_causal and not config.architecture.endswith("Model")
+    is_base = config.architecture.endswith("Model") and not config.architecture.endswith("RewardModel")
+    is_causal_lm = config.is_causal and not is_base
     if getattr(model_cls, "attn_type", "decoder") == "decoder" and not is_causal_lm:
         return PoolingType.MEAN
     return PoolingType(getattr(model_cls, "default_pooling_type", "LAST"))
@@ -130,7 +149,7 @@ def pooling_defaults(
             allowed.check(dimensions)
         except InvalidParameterError as error:
             raise ConfigError(str(error)) from error
-    scores = getattr(model, "score_defaults", {}) if head is None else _score_defaults(model, settings, user, head)
+    scores = _own_score_defaults(model, user) if head is None else _score_defaults(model, settings, user, head)
     _refuse_without_scores(user, scores)
     return PoolingDefaults(
         tasks=model.pooler.tasks,
@@ -146,20 +165,16 @@ def pooling_defaults(
 def _score_defaults(
     model: Any, settings: Mapping[str, Setting], user: PoolerConfig, head: Head
 ) -> dict[PoolingTask, ScoreDefaults]:
-    """How each task of a head finishes its scores. A reward is raw where nobody asks for an activation."""
+    """How each task of a head finishes its scores.
+
+    A reward is raw where nobody asks for an activation. A process reward is not: each step's is a probability.
+    """
     activation = settings["activation"]
-    step_tag_id = settings["step_tag_id"].value
-    if user.token_pooling_type == "STEP" and step_tag_id is None:
-        raise ConfigError("PoolerConfig: pooling_type='STEP' needs step_tag_id, the token whose rows are kept")
-    if user.token_pooling_type == "ALL":
-        step_tag_id = None
+    step_tag_id = _step_tag(user, settings["step_tag_id"].value)
     columns = user.returned_token_ids if head.recipe.layers else None  # LM-head rows are those columns already
-    for column in columns or ():
-        if not 0 <= column < head.labels:
-            raise ConfigError(
-                f"PoolerConfig: returned_token_ids has {column}; the head has the columns 0 to {head.labels - 1}"
-            )
-    reward_is_raw = head.recipe.reported_column is None and activation.source == _CLASS
+    _check_columns(columns, head.labels)
+    of_steps = head.recipe.reported_column is not None or (head.recipe.token_level and step_tag_id is not None)
+    reward_is_raw = not of_steps and activation.source == _CLASS
     found = {}
     for task in (PoolingTask.CLASSIFY, PoolingTask.TOKEN_CLASSIFY, PoolingTask.REWARD):
         if task not in model.pooler.tasks:
@@ -177,11 +192,48 @@ def _score_defaults(
     return found
 
 
+def _own_score_defaults(model: Any, user: PoolerConfig) -> dict[PoolingTask, ScoreDefaults]:
+    """What a class with a pooler of its own says, under what the user says."""
+    found = {}
+    for task, own in getattr(model, "score_defaults", {}).items():
+        changed = replace(own, activation=_asked_activation(user) or own.activation)
+        if own.token_level:
+            _check_columns(user.returned_token_ids, own.columns)
+            changed = replace(
+                changed,
+                step_tag_id=_step_tag(user, own.step_tag_id if user.step_tag_id is None else user.step_tag_id),
+                returned_columns=user.returned_token_ids or own.returned_columns,
+            )
+        found[task] = changed
+    return found
+
+
+def _step_tag(user: PoolerConfig, step_tag_id: int | None) -> int | None:
+    """The tag whose rows are kept; ALL keeps every row."""
+    if user.token_pooling_type == "STEP" and step_tag_id is None:
+        raise ConfigError("PoolerConfig: pooling_type='STEP' needs step_tag_id, the token whose rows are kept")
+    return None if user.token_pooling_type == "ALL" else step_tag_id
+
+
+def _check_columns(columns: Sequence[int] | None, count: int) -> None:
+    for column in columns or ():
+        if not 0 <= column < count:
+            raise ConfigError(
+                f"PoolerConfig: returned_token_ids has {column}; the head has the columns 0 to {count - 1}"
+            )
+
+
 def _refuse_without_scores(user: PoolerConfig, scores: Mapping[PoolingTask, ScoreDefaults]) -> None:
     by_token = any(one.token_level for one in scores.values())
-    for name in ("activation", "logit_mean", "logit_sigma", "step_tag_id", "returned_token_ids"):
-        needed = by_token if name in ("step_tag_id", "returned_token_ids") else bool(scores)
-        if getattr(user, name) is not None and not needed:
-            raise ConfigError(
-                f"PoolerConfig: {name}={getattr(user, name)!r} has no meaning for a model without a head that scores"
-            )
+    for name in ("activation", "logit_mean", "logit_sigma"):
+        if getattr(user, name) is not None and not scores:
+            raise _no_meaning(name, getattr(user, name))
+    for name in ("step_tag_id", "returned_token_ids"):
+        if getattr(user, name) is not None and not by_token:
+            raise _no_meaning(name, getattr(user, name))
+    if user.token_pooling_type == "STEP" and not by_token:
+        raise _no_meaning("pooling_type", "STEP")
+
+
+def _no_meaning(name: str, value: object) -> ConfigError:
+    return ConfigError(f"PoolerConfig: {name}={value!r} has no meaning for a model without a head that scores")

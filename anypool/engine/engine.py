@@ -119,6 +119,10 @@ class Engine:
         """Where a request's tokens stand in the text it came from; None where it came from token ids."""
         return self._preparation.offsets(prompt, request, options)
 
+    def prompt_text(self, options: PromptOptions) -> str:
+        """The text that these options put before each input."""
+        return self._preparation.prompt_text(options)
+
     # 2. Queue.
 
     def submit(self, requests: Sequence[Request], *, bounded: bool = False) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from anypool.adapters.load import LoadedModel
@@ -78,12 +78,13 @@ class Preparation:
                 param="prompt_name",
             )
         texts = iter(self._encode([prefix + prompt for prompt in checked if isinstance(prompt, str)]))
+        pieces = self._pieces([prompt for prompt in checked if isinstance(prompt, TemplatedPrompt)])
         requests = []
         for index, (prompt, plan) in enumerate(zip(checked, plans, strict=True)):
             if isinstance(prompt, TextPair):
-                tokens = self._pair(prompt, index, limit, prefix)
+                tokens = self._pair(prompt, index, limit, side, prefix, skip)
             elif isinstance(prompt, TemplatedPrompt):
-                tokens = self._templated(prompt, index, limit)
+                tokens = self._templated(prompt, pieces, index, limit)
             else:
                 is_text = isinstance(prompt, str)
                 ids = next(texts) if isinstance(prompt, str) else prompt
@@ -120,6 +121,10 @@ class Preparation:
             )
             places = [places[i] for i in kept]
         return [(max(0, start - len(prefix)), max(0, end - len(prefix))) for start, end in places]
+
+    def prompt_text(self, options: PromptOptions) -> str:
+        """The text that is put before each input: the one given, the named one, or the checkpoint's default one."""
+        return self._prompt_prefix(options)[0]
 
     def _plans(
         self, count: int, task: PoolingTask, params: PoolingParams | Sequence[PoolingParams] | None
@@ -202,38 +207,57 @@ class Preparation:
             return truncate(ids, limit, side=side)
         return truncate(ids, limit, side=side, prefix=self.tokenizer.prefix_ids, suffix=self.tokenizer.suffix_ids)
 
-    def _pair(self, pair: TextPair, index: int, limit: int | None, prefix: str) -> _Tokens:
+    def _pair(self, pair: TextPair, index: int, limit: int | None, side: str, prefix: str, skip: int) -> _Tokens:
         """Two texts with the tokenizer's own pair template; the longer of them is cut first."""
         tokenizer = self._need_tokenizer()
-        ids, types, full = tokenizer.encode_pair(prefix + pair.first, pair.second, limit)
+        ids, types, full = tokenizer.encode_pair(prefix + pair.first, pair.second, limit, side=side)
         if limit is None and full > self.max_model_len:
             raise self._too_long(index, full)
-        has_types = self.loaded.config.type_vocab_size > 1
-        return _Tokens(ids, full - len(ids), types=types if has_types else None)
+        has_types = tokenizer.has_segments and self.loaded.config.type_vocab_size > 1
+        return _Tokens(ids, full - len(ids), types=types if has_types else None, skip=skip)
 
-    def _templated(self, prompt: TemplatedPrompt, index: int, limit: int | None) -> _Tokens:
-        """Pieces tokenised one by one; the one that holds the document is cut, and nothing else."""
-        tokenizer = self._need_tokenizer()
-        pieces = tokenizer.encode([*prompt.pieces, prompt.kept_ending], special_tokens=False)
-        ending = pieces.pop()
-        if prompt.special_tokens:
-            pieces = [[*tokenizer.prefix_ids], *pieces, [*tokenizer.suffix_ids]]
-        cut = prompt.cut + (1 if prompt.special_tokens else 0)
-        full = sum(map(len, pieces))
-        excess = full - (self.max_model_len if limit is None else limit)
-        if excess > 0:
+    def _pieces(self, prompts: Sequence[TemplatedPrompt]) -> dict[str, list[int]]:
+        """Ids of every piece of some prompts, each tokenised once: most pieces come back in every prompt."""
+        if not prompts:
+            return {}
+        texts = list(dict.fromkeys(piece for prompt in prompts for piece in prompt.pieces))
+        return dict(zip(texts, self._need_tokenizer().encode(texts, special_tokens=False), strict=True))
+
+    def _templated(
+        self, prompt: TemplatedPrompt, pieces: Mapping[str, list[int]], index: int, limit: int | None
+    ) -> _Tokens:
+        """Pieces tokenised one by one; where they are too long, the document is cut and nothing else."""
+        parts = [pieces[piece] for piece in prompt.pieces]
+        around = self._special_tokens_around(parts[0], parts[-1]) if prompt.special_tokens else ([], [])
+        full = sum(map(len, (*around, *parts)))
+        if full > (self.max_model_len if limit is None else limit):
             if limit is None:
                 raise self._too_long(index, full)
-            room = len(pieces[cut]) - excess - len(ending)
-            if room < 0:
-                raise InvalidPromptError(
-                    f"input {index}: the template and the query alone have {full - len(pieces[cut]) + len(ending)} "
-                    f"tokens, the limit is {limit}",
-                    param="truncate_prompt_tokens",
-                )
-            pieces[cut] = pieces[cut][:room] + ending
-        ids = [i for piece in pieces for i in piece]
+            cut = parts[prompt.cut]
+            parts[prompt.cut] = self._cut_document(prompt, cut, full - len(cut), index, limit)
+        ids = [i for part in (around[0], *parts, around[1]) for i in part]
         return _Tokens(ids, full - len(ids))
+
+    def _special_tokens_around(self, first: list[int], last: list[int]) -> tuple[list[int], list[int]]:
+        """The tokenizer's special tokens before and after a prompt, unless it begins or ends with them already."""
+        before, after = self._need_tokenizer().prefix_ids, self._need_tokenizer().suffix_ids
+        has_before = first[: len(before)] == before
+        has_after = last[len(last) - len(after) :] == after
+        return [] if has_before else before, [] if has_after else after
+
+    def _cut_document(
+        self, prompt: TemplatedPrompt, whole: list[int], others: int, index: int, limit: int
+    ) -> list[int]:
+        """The part that holds the document, so short that it fits into the limit with `others` tokens beside it."""
+        before, after = self._need_tokenizer().around(prompt.pieces[prompt.cut], *prompt.document)
+        room = limit - others - len(after)
+        if room < before:
+            raise InvalidPromptError(
+                f"input {index}: the template and the query alone have {others + before + len(after):,} tokens, "
+                f"the limit is {limit:,}",
+                param="truncate_prompt_tokens",
+            )
+        return whole[:room] + after
 
     def _too_long(self, index: int, tokens: int) -> PromptTooLongError:
         return PromptTooLongError(

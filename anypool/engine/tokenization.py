@@ -7,7 +7,7 @@ after it, so a text always ends as the model expects.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from anypool.errors import CheckpointFormatError, ConfigError, InvalidPromptError
@@ -27,14 +27,24 @@ class Tokenizer:
         backend: The tokenizer of the `tokenizers` library.
         max_length: Longest input in tokens that its files state, or None.
         truncation_side: "right" or "left": which end of a text is cut.
+        named_tokens: Texts of special tokens by name, such as `bos_token`, for chat templates.
+        has_segments: Whether its models are given segment ids.
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, *, max_length: int | None = None, truncation_side: str = "right"
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        max_length: int | None = None,
+        truncation_side: str = "right",
+        named_tokens: Mapping[str, str] | None = None,
+        has_segments: bool = True,
     ) -> None:
         self._backend = backend
         self.max_length = max_length
         self.truncation_side = truncation_side
+        self.named_tokens = named_tokens or {}
+        self.has_segments = has_segments
         backend.no_truncation()
         backend.no_padding()
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
@@ -66,6 +76,8 @@ class Tokenizer:
             backend,
             max_length=int(limit) if limit is not None and limit < _NO_LIMIT else None,
             truncation_side=config.get("truncation_side", "right"),
+            named_tokens=_named_tokens(config),
+            has_segments=_has_segments(config),
         )
 
     def encode(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
@@ -73,13 +85,16 @@ class Tokenizer:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
         return [encoding.ids for encoding in encodings]
 
-    def encode_pair(self, first: str, second: str, limit: int | None) -> tuple[list[int], list[int], int]:
+    def encode_pair(
+        self, first: str, second: str, limit: int | None, *, side: str = "right"
+    ) -> tuple[list[int], list[int], int]:
         """Two texts as one prompt, in the tokenizer's pair template.
 
         Args:
             first: The first text.
             second: The second text.
-            limit: Longest result; the longer text is cut on the right, then both alike. None cuts nothing.
+            limit: Longest result; the longer text is cut, then both alike. None cuts nothing.
+            side: "right" or "left": which end of the texts is cut.
 
         Returns:
             Token ids, segment ids, and how many ids there were before cutting.
@@ -94,8 +109,8 @@ class Tokenizer:
                     param="truncate_prompt_tokens",
                 )
             keep_one, keep_two = longest_first(len(one), len(two), limit - special)
-            one.truncate(keep_one)
-            two.truncate(keep_two)
+            one.truncate(keep_one, direction=side)
+            two.truncate(keep_two, direction=side)
         joined = self._backend.post_process(one, two, True)
         return joined.ids, joined.type_ids, full
 
@@ -103,6 +118,23 @@ class Tokenizer:
         """Start and end in characters of each token of a text; (0, 0) for the special tokens around it."""
         offsets: list[tuple[int, int]] = self._backend.encode(text, add_special_tokens=True).offsets
         return offsets
+
+    def around(self, text: str, start: int, end: int) -> tuple[int, list[int]]:
+        """What stands around a part of a text, which is given without special tokens.
+
+        Args:
+            text: The text.
+            start, end: Where the part stands, in characters.
+
+        Returns:
+            How many tokens stand before the part, and the ids after it, as they are after a part of one digit.
+        """
+        short = self._backend.encode(f"{text[:start]}0{text[end:]}", add_special_tokens=False)
+        before = next((i for i, (_, stop) in enumerate(short.offsets) if stop > start), len(short.ids))
+        after = len(short.ids)
+        while after > before and short.offsets[after - 1][0] > start:
+            after -= 1
+        return before, short.ids[after:]
 
     def token_id(self, token: str) -> int:
         """The id of a token written as the vocabulary has it, or as text that is one token.
@@ -190,6 +222,23 @@ def _append_eos(backend: Any, config: dict[str, Any]) -> None:
 
     ends = TemplateProcessing(single=f"$A {eos}", pair=f"$A {eos} $B:1 {eos}:1", special_tokens=[(eos, eos_id)])
     backend.post_processor = ends if backend.post_processor is None else Processors([backend.post_processor, ends])
+
+
+def _has_segments(config: Mapping[str, Any]) -> bool:
+    """Whether a model's inputs are to have segment ids: as listed, else as the class has it that wrote the file."""
+    listed = config.get("model_input_names")
+    if listed is not None:
+        return "token_type_ids" in listed
+    return config.get("tokenizer_class") != "TokenizersBackend"  # of transformers 5, which gives none
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    named = {}
+    for name, token in config.items():
+        text = token.get("content") if isinstance(token, Mapping) else token
+        if name.endswith("_token") and isinstance(text, str):
+            named[name] = text
+    return named
 
 
 def _lower_case(backend: Any) -> None:

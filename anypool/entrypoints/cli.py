@@ -1,4 +1,4 @@
-"""The command line: `anypool embed`, `anypool serve`, `anypool info`."""
+"""The command line: `anypool embed`, `classify`, `reward`, `rerank`, `serve` and `info`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import anypool
 from anypool.config import EngineConfig
 from anypool.engine.engine import Engine
-from anypool.entrypoints import cli_embed, cli_info
+from anypool.entrypoints import cli_embed, cli_info, cli_scores
 from anypool.entrypoints.cli_flags import add_engine_flags, engine_arguments
 from anypool.errors import AnypoolError
 
@@ -20,6 +21,19 @@ _USERS_ERROR = 2
 # What a shell reports for a program that a signal ended: 128 and its number.
 _INTERRUPTED = 128 + signal.SIGINT
 _BROKEN_PIPE = 141
+
+
+class _CommandParser(argparse.ArgumentParser):
+    """Takes texts wherever they stand; argparse alone reads a list of them in one place, and here before any flag."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if not hasattr(namespace, "texts"):
+            return namespace, unknown
+        end = unknown.index("--") if "--" in unknown else len(unknown)
+        texts = [word for word in unknown[:end] if not word.startswith("-")] + unknown[end + 1 :]
+        namespace.texts = [*(namespace.texts or ()), *texts]
+        return namespace, [word for word in unknown[:end] if word.startswith("-")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,19 +63,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command."""
     parser = argparse.ArgumentParser(
-        prog="anypool", description="Embeddings from any language model.", allow_abbrev=False
+        prog="anypool", description="Any language model as a pooling model.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"anypool {anypool.__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_CommandParser)
     cli_embed.add_command(_command(commands, "embed", "embed texts, from the arguments or a file"))
+    cli_scores.add_classify(_command(commands, "classify", "label texts with a classification head"))
+    cli_scores.add_reward(_command(commands, "reward", "score texts with a reward model"))
+    cli_scores.add_rerank(_command(commands, "rerank", "order documents by relevance to a query"))
     _add_serve(_command(commands, "serve", "serve a model over HTTP, as OpenAI's API does"))
     cli_info.add_command(_command(commands, "info", "show what a model is, how it is pooled, and who says so"))
     return parser
 
 
-def _command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str
-) -> argparse.ArgumentParser:
+def _command(commands: argparse._SubParsersAction[_CommandParser], name: str, text: str) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="a folder, a .gguf file or a hub id")
     return parser

@@ -1,49 +1,40 @@
-"""`anypool embed`: texts from the arguments or a file, vectors to stdout or a file."""
+"""`anypool embed`: a vector per text."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
-import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from anypool.entrypoints.cli_files import WRITERS, add_file_flags, add_prompt_flags, check_output, read_texts, write
 from anypool.entrypoints.cli_flags import add_engine_flags, engine_arguments
 from anypool.entrypoints.llm import LLM
-from anypool.errors import InvalidParameterError, InvalidPromptError, MissingDependencyError
+from anypool.errors import InvalidParameterError
 from anypool.pooling.params import PoolingParams
+from anypool.pooling.quantize import PRECISIONS, quantize_embeddings
+
+# The precisions that divide a range of values, which has to come from somewhere.
+_RANGED = ("int8", "uint8")
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    parser.add_argument(
-        "texts", metavar="TEXT", nargs="*", help="a text to embed; write -- before one that starts with -"
-    )
-    parser.add_argument("--input", metavar="FILE", help=".jsonl, or lines of text; - for lines from stdin")
-    parser.add_argument(
-        "--input-field", metavar="NAME", default="text", help="the field of a .jsonl object to embed (default: text)"
-    )
-    parser.add_argument("--output", metavar="FILE", help=f"{', '.join(_WRITERS)}; without it, JSON lines go to stdout")
+    add_file_flags(parser, texts="a text to embed", metavar="TEXT", endings=tuple(WRITERS))
     parser.add_argument("--dimensions", type=int, metavar="N", help="how many leading dimensions to keep")
     parser.add_argument(
         "--normalize", action=argparse.BooleanOptionalAction, help="whether vectors are scaled to unit length"
     )
-    parser.add_argument("--prompt-name", metavar="NAME", help="which of the model's prompts to put before each text")
-    cut = parser.add_mutually_exclusive_group()
-    cut.add_argument(
-        "--truncate",
-        dest="truncate_prompt_tokens",
-        action="store_const",
-        const=-1,
-        help="cut longer texts to the model's limit",
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, default="float32", help="how each number is stored (default: float32)"
     )
-    cut.add_argument("--truncate-prompt-tokens", type=int, metavar="N", help="cut longer texts to this many tokens")
+    parser.add_argument(
+        "--calibration", metavar="FILE", help=".npy of float vectors that int8 and uint8 take their ranges from"
+    )
+    add_prompt_flags(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=run)
 
@@ -51,8 +42,9 @@ def add_command(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Embeds. Whatever is wrong with files or flags is found before the model is loaded."""
     params = PoolingParams(dimensions=arguments.dimensions, normalize=arguments.normalize)
-    output = None if arguments.output is None else check_output(Path(arguments.output))
-    texts = _texts(arguments)
+    output = check_output(arguments.output, tuple(WRITERS))
+    texts = read_texts(arguments, what="embed")
+    calibration = _calibration(arguments, len(texts))
     with LLM(arguments.model, **engine_arguments(arguments)) as llm:
         outputs = llm.embed(
             texts,
@@ -66,106 +58,40 @@ def run(arguments: argparse.Namespace) -> int:
     vectors_NE = np.empty((len(outputs), size), np.float32)
     for row_E, one in zip(vectors_NE, outputs, strict=True):
         row_E[:] = one.outputs.numpy()
-    if output is None:
-        sys.stdout.writelines(_json_lines(vectors_NE))
-        sys.stdout.flush()
-    else:
-        with atomic_file(output) as file:
-            _WRITERS[output.suffix](file, vectors_NE)
+    stored_NE = quantize_embeddings(vectors_NE, arguments.precision, calibration_embeddings=calibration)
+    write(output, {"index": np.arange(len(stored_NE)), "embedding": stored_NE})
     return 0
 
 
-def _texts(arguments: argparse.Namespace) -> list[str]:
-    if arguments.input is None:
-        if not arguments.texts:
-            raise InvalidParameterError("nothing to embed: give texts, or --input FILE")
-        return list(arguments.texts)
-    if arguments.texts:
-        raise InvalidParameterError("texts and --input were both given: give one of them")
-    if arguments.input == "-":
-        return list(read_lines(sys.stdin.buffer, "stdin"))
-    with Path(arguments.input).open("rb") as file:
-        lines = read_lines(file, arguments.input)
-        if Path(arguments.input).suffix == ".jsonl":
-            return list(_fields(lines, arguments.input, arguments.input_field))
-        return list(lines)
-
-
-def read_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
-    """The lines of a UTF-8 file, empty ones too: line N is text N."""
-    for number, line in enumerate(file, start=1):
-        try:
-            yield line.rstrip(b"\r\n").decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise InvalidPromptError(f"{name}: line {number} is not UTF-8: {error.reason}") from None
-
-
-def _fields(lines: Iterable[str], name: str, field: str) -> Iterator[str]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise InvalidPromptError(f"{name}: line {number} is not JSON: {error}") from None
-        text = value.get(field) if isinstance(value, dict) else value
-        if not isinstance(text, str):
-            raise InvalidPromptError(
-                f"{name}: line {number} is neither a string nor an object with a string in {field!r}; "
-                "--input-field names another field"
+def _calibration(arguments: argparse.Namespace, texts: int) -> NDArray[Any] | None:
+    """The vectors in `--calibration`; None where the ranges come from the texts, which is said, or where none do."""
+    precision, file = arguments.precision, arguments.calibration
+    if precision not in _RANGED:
+        if file is not None:
+            raise InvalidParameterError(
+                f"--calibration has no meaning for --precision {precision}; it goes with {' and '.join(_RANGED)}"
             )
-        yield text
-
-
-def check_output(path: Path) -> Path:
-    """Raises where nothing could be written to `path`, and returns it."""
-    if path.suffix not in _WRITERS:
-        raise InvalidParameterError(f"--output {path}: known endings are {', '.join(_WRITERS)}")
-    if path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise MissingDependencyError(f"--output {path} needs pyarrow: pip install 'anypool[parquet]'")
-    if not path.parent.is_dir():
-        raise InvalidParameterError(f"--output {path}: there is no folder {path.parent}")
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise InvalidParameterError(f"--output {path}: cannot be written to")
-    return path
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file that is at `path` when it is complete, and never before."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        return None
+    if file is None:
+        if texts < 2:
+            raise InvalidParameterError(
+                f"--precision {precision} cannot take its ranges from fewer than two texts: "
+                "give --calibration FILE, a .npy of float vectors"
+            )
+        print(
+            f"anypool: {precision} takes its ranges from these {texts:,} texts; "
+            "give the --calibration of other files to compare with them",
+            file=sys.stderr,
+        )
+        return None
     try:
-        with unfinished.open("wb") as file:
-            yield file
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _json_lines(vectors_NE: np.ndarray) -> Iterator[str]:
-    for index, row_E in enumerate(vectors_NE):
-        yield json.dumps({"index": index, "embedding": row_E.tolist()}, separators=(",", ":")) + "\n"
-
-
-def _write_jsonl(file: IO[bytes], vectors_NE: np.ndarray) -> None:
-    file.writelines(line.encode() for line in _json_lines(vectors_NE))
-
-
-def _write_npy(file: IO[bytes], vectors_NE: np.ndarray) -> None:
-    np.save(file, vectors_NE)
-
-
-def _write_parquet(file: IO[bytes], vectors_NE: np.ndarray) -> None:
-    import pyarrow  # optional
-    from pyarrow import parquet
-
-    rows = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(vectors_NE.reshape(-1)), vectors_NE.shape[1])
-    indices = pyarrow.array(np.arange(len(vectors_NE)))
-    parquet.write_table(pyarrow.table({"index": indices, "embedding": rows}), file)
-
-
-_WRITERS: Mapping[str, Callable[[IO[bytes], np.ndarray], Any]] = {
-    ".npy": _write_npy,
-    ".jsonl": _write_jsonl,
-    ".parquet": _write_parquet,
-}
+        with Path(file).open("rb") as opened:
+            vectors_NE: NDArray[Any] = np.load(opened, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise InvalidParameterError(f"--calibration {file} is not a .npy file: {error}") from error
+    if vectors_NE.ndim != 2 or not len(vectors_NE) or not np.issubdtype(vectors_NE.dtype, np.floating):
+        raise InvalidParameterError(
+            f"--calibration {file} has shape {list(vectors_NE.shape)}, {vectors_NE.dtype}: "
+            "it must be a matrix of floats, one vector per row"
+        )
+    return vectors_NE

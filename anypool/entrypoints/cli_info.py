@@ -1,4 +1,4 @@
-"""`anypool info`: what a model is, how it is pooled, and who says so."""
+"""`anypool info`: what a model is, how it is pooled and scored, and who says so."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import argparse
 import json
 from typing import Any
 
+from torch import nn
+
+from anypool.adapters.heads import Head, labels_of
+from anypool.adapters.load import LoadedModel
+from anypool.adapters.rerank_templates import Manifest
 from anypool.config import EngineConfig
 from anypool.engine.engine import Engine
 from anypool.entrypoints.cli_flags import add_engine_flags, engine_arguments
+from anypool.model_executor.registry import is_encoder_model
+from anypool.pooling.heads import LMHeadRows, Normalize
 
 _BUILT_IN = "anypool.model_executor.models."
 _THROUGH_TRANSFORMERS = f"{_BUILT_IN}transformers_backend"
@@ -45,6 +52,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": str(loaded.device),
         "tasks": [task.value for task in engine.supported_tasks],
+        "attention": _attention(loaded),
         "pooling": {
             name: {"value": _plain(setting.value), "source": setting.source}
             for name, setting in loaded.settings.items()
@@ -52,6 +60,9 @@ def describe(engine: Engine) -> dict[str, Any]:
         "modules": [{"type": kind, "path": path, **config} for kind, path, config in recipe.modules],
         "embedding_size": defaults.size.full,
         "trained_dimensions": None if defaults.size.allowed is None else list(defaults.size.allowed),
+        "head": None if loaded.head is None else _head(loaded.head, loaded),
+        "rerank_template": _template_name(loaded, engine.config.chat_template),
+        "similarity": recipe.similarity_fn_name or "cosine",
         "prompts": dict(recipe.prompts),
         "default_prompt_name": recipe.default_prompt_name,
         "max_model_len": engine.max_model_len,
@@ -71,10 +82,12 @@ def as_text(facts: dict[str, Any]) -> str:
         ("dtype", facts["dtype"]),
         ("device", facts["device"]),
         ("tasks", ", ".join(facts["tasks"])),
-        *((name, _setting(setting)) for name, setting in facts["pooling"].items()),
+        ("attention", _attention_line(facts["attention"])),
+        *((name, _setting(setting)) for name, setting in facts["pooling"].items() if _says_something(name, setting)),
         ("modules", ", ".join(map(_module, facts["modules"])) or "none"),
         ("embedding size", str(facts["embedding_size"])),
         ("trained sizes", ", ".join(map(str, facts["trained_dimensions"] or ())) or "not stated"),
+        *_scores(facts),
         *_prompts(facts),
         ("longest input", f"{facts['max_model_len']:,} tokens"),
         ("vocabulary", f"{facts['vocab_size']:,} tokens"),
@@ -90,8 +103,56 @@ def _runs(model_cls: type) -> str:
     return "native" if model_cls.__module__.startswith(_BUILT_IN) else "registered by the user"
 
 
+def _attention(loaded: LoadedModel) -> dict[str, Any]:
+    config = loaded.config
+    return {
+        "causal": config.is_causal and not is_encoder_model(type(loaded.model)),
+        "sliding_window": config.sliding_window,
+        "softcap": config.attention_softcap,
+    }
+
+
+def _head(head: Head, loaded: LoadedModel) -> dict[str, Any]:
+    """A head's layers, labels and calibration. Its pooling type and activation are settings, and stand with them."""
+    if isinstance(head.module, LMHeadRows):
+        layers = [_layer("rows of the LM head", head.module)]
+    else:
+        children = list(head.module.children())
+        names = [layer.tensor for layer in head.recipe.layers] or [type(child).__name__ for child in children]
+        layers = [_layer(name, child) for name, child in zip(names, children, strict=True)]
+    return {
+        "per": "token" if head.recipe.token_level else "text",
+        "layers": layers,
+        "labels": list(labels_of(loaded.config, range(head.labels)).values()),
+        "logit_mean": loaded.defaults.logit_mean,
+        "logit_sigma": loaded.defaults.logit_sigma,
+    }
+
+
+def _layer(name: str, module: Any) -> dict[str, Any]:
+    if isinstance(module, Normalize):  # of any size
+        return {"name": name, "in_features": None, "out_features": None, "activation": None}
+    own = getattr(module, "activation", None)
+    activation = None if own is None or isinstance(own, nn.Identity) else type(own).__name__.lower()
+    sizes = {"in_features": module.in_features, "out_features": module.out_features}
+    return {"name": name, **sizes, "activation": activation}
+
+
+def _template_name(loaded: LoadedModel, given: str | None) -> str | None:
+    template = loaded.rerank_template
+    if isinstance(template, Manifest):
+        return template.name
+    if template is None:
+        return None
+    return "the checkpoint's chat template" if given is None else "the user's chat template"
+
+
 def _plain(value: Any) -> Any:
     return [str(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _says_something(name: str, setting: dict[str, Any]) -> bool:
+    return name != "step_tag_id" or setting["value"] is not None
 
 
 def _setting(setting: dict[str, Any]) -> str:
@@ -109,6 +170,35 @@ def _module(module: dict[str, Any]) -> str:
     if "in_features" in module:
         return f"{module['type']} {module['in_features']} -> {module['out_features']}"
     return str(module["type"])
+
+
+def _attention_line(attention: dict[str, Any]) -> str:
+    parts = ["causal" if attention["causal"] else "in both directions"]
+    if attention["sliding_window"] is not None:
+        parts.append(f"sliding window of {attention['sliding_window']:,} tokens")
+    if attention["softcap"] is not None:
+        parts.append(f"scores soft-capped at {attention['softcap']:g}")
+    return ", ".join(parts)
+
+
+def _scores(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """The head, and how `score` and `rerank` read a pair."""
+    head = facts["head"]
+    if head is None:
+        return [("head", "none"), ("similarity", facts["similarity"])]
+    rows = [
+        ("head", ", ".join(map(_head_layer, head["layers"])) + f", per {head['per']}"),
+        ("labels", ", ".join(head["labels"])),
+    ]
+    if (head["logit_mean"], head["logit_sigma"]) != (0.0, 1.0):
+        rows.append(("calibration", f"(score - {head['logit_mean']:g}) / {head['logit_sigma']:g}"))
+    return [*rows, ("rerank template", facts["rerank_template"] or "none")]
+
+
+def _head_layer(layer: dict[str, Any]) -> str:
+    activation = "" if layer["activation"] is None else f" {layer['activation']}"
+    sizes = "" if layer["in_features"] is None else f" {layer['in_features']} -> {layer['out_features']}"
+    return f"{layer['name']}{sizes}{activation}"
 
 
 def _prompts(facts: dict[str, Any]) -> list[tuple[str, str]]:

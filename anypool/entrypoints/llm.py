@@ -18,8 +18,8 @@ from anypool.engine.engine import Engine
 from anypool.engine.preparation import PromptOptions
 from anypool.engine.prompts import Prompt, as_prompt_list
 from anypool.engine.request import Request
-from anypool.entrypoints.scoring import Scores, as_pairs, score_pairs
-from anypool.errors import InvalidParameterError, InvalidPromptError
+from anypool.entrypoints.scoring import Scores, as_pairs, as_query_and_documents, score_pairs
+from anypool.errors import InvalidParameterError
 from anypool.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -124,7 +124,7 @@ class LLM:
         requests, results = self._run(prompts, PoolingTask.CLASSIFY, pooling_params, arguments)
         return [
             ClassificationRequestOutput(
-                **_common(request), outputs=ClassificationOutput(result, labels=self._labels(result))
+                **_common(request), outputs=ClassificationOutput(result, labels=self._labels(request, result))
             )
             for request, result in zip(requests, results, strict=True)
         ]
@@ -168,7 +168,9 @@ class LLM:
             TokenClassificationRequestOutput(
                 **_common(request),
                 outputs=TokenClassificationOutput(
-                    result, labels=self._labels(result), offsets=place if place and len(place) == len(result) else None
+                    result,
+                    labels=self._labels(request, result),
+                    offsets=place if place and len(place) == len(result) else None,
                 ),
             )
             for request, result, place in zip(requests, results, offsets, strict=True)
@@ -265,15 +267,13 @@ class LLM:
             instruction: As for `score`.
             **arguments: As for `embed`.
         """
-        if not isinstance(query, str):
-            raise InvalidPromptError(f"query={query!r} is not a text", param="query")
+        left, right = as_query_and_documents(query, documents)
         if top_n is not None and (not is_int(top_n) or top_n < 0):
             raise InvalidParameterError(f"top_n={top_n!r} is not a number of documents", param="top_n")
-        left, right = as_pairs([query] * len(documents), list(documents))
         scores = self._scores(left, right, pooling_params, chat_template, instruction, arguments, roles=True)
         ranked = sorted(enumerate(scores), key=lambda entry: -float(entry[1][0]))
         return [
-            RerankResult(index=index, document=documents[index], relevance_score=float(score))
+            RerankResult(index=index, document=right[index], relevance_score=float(score))
             for index, (score, _) in ranked[: top_n or None]
         ]
 
@@ -320,8 +320,8 @@ class LLM:
             for request, result in zip(requests, results, strict=True)
         ]
 
-    def _labels(self, result: torch.Tensor) -> Mapping[int, str]:
-        return labels_of(self.engine.loaded.config, result.shape[-1])
+    def _labels(self, request: Request, result: torch.Tensor) -> Mapping[int, str]:
+        return labels_of(self.engine.loaded.config, request.plan.returned_columns or range(result.shape[-1]))
 
     def _run(
         self,

@@ -7,13 +7,14 @@ model compares vectors, and a late-interaction model compares token vectors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from anypool.adapters.rerank_templates import ChatTemplate, RerankTemplate, TemplatedPrompt
 from anypool.engine.engine import Engine
 from anypool.engine.preparation import PromptOptions
-from anypool.engine.prompts import Prompt, TextPair
+from anypool.engine.prompts import Prompt, TextPair, check_text
 from anypool.engine.request import Request
 from anypool.errors import InvalidParameterError, InvalidPromptError, UnsupportedTaskError
 from anypool.kernels.maxsim import maxsim
@@ -29,7 +30,7 @@ Run = Callable[
 # Per pair: the score, and the requests it came from.
 Scores = list[tuple[torch.Tensor, list[Request]]]
 
-# What sentence-transformers calls a prompt for documents, in the order in which it looks.
+# Names under which checkpoints keep a prompt for documents; the first that has a text is taken.
 _DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
 
@@ -49,10 +50,30 @@ def as_pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> tuple[
     return left, right
 
 
+def as_query_and_documents(query: str, documents: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The query once per document, and the documents.
+
+    Raises:
+        InvalidPromptError: The query is not a text, or the documents are not a list of them.
+    """
+    if not isinstance(query, str):
+        raise InvalidPromptError(f"query={query!r} is not a text", param="query")
+    if isinstance(documents, str):
+        raise InvalidPromptError(f"documents={documents!r} is one text; give a list of texts", param="documents")
+    listed = _texts(documents, "documents")
+    return [query] * len(listed), listed
+
+
 def _texts(data: str | Sequence[str], name: str) -> list[str]:
     listed = [data] if isinstance(data, str) else data
-    if not isinstance(listed, (list, tuple)) or not all(isinstance(text, str) for text in listed):
-        raise InvalidPromptError(f"{name} must be a text or a list of texts", param=name)
+    if not isinstance(listed, (list, tuple)):
+        raise InvalidPromptError(
+            f"{name} must be a text or a list of texts, and is of type {type(data).__name__}", param=name
+        )
+    for index, text in enumerate(listed):
+        if not isinstance(text, str):
+            raise InvalidPromptError(f"{name} has {text!r} at {index}, which is not a text", param=name)
+        check_text(text, f"{name} {index}")
     return list(listed)
 
 
@@ -81,18 +102,20 @@ def score_pairs(
         roles: Whether the left are queries and the right documents, so that an embedding model's prompts apply.
 
     Raises:
+        InvalidParameterError: A template or instruction is given to a model that reads none.
         UnsupportedTaskError: The model gives several labels, of which none is the score.
     """
     loaded = engine.loaded
-    chosen = template or loaded.rerank_template
-    if getattr(loaded.model, "score_type", None) == "late-interaction":
-        return _late_interaction(run, left, right, params, options)
     head = loaded.head
-    if head is None or head.recipe.token_level:
-        if template is not None or instruction is not None:
-            raise InvalidParameterError(
-                f"{loaded.config.name} compares embeddings and reads no template or instruction"
-            )
+    by_tokens = getattr(loaded.model, "score_type", None) == "late-interaction"
+    if by_tokens or head is None or head.recipe.token_level:
+        for name, given in (("chat_template", template), ("instruction", instruction)):
+            if given is not None:
+                raise InvalidParameterError(
+                    f"{loaded.config.name} reads each text by itself, so it takes no {name}", param=name
+                )
+        if by_tokens:
+            return _late_interaction(run, left, right, params, options)
         return _embeddings(engine, run, left, right, params, options, roles)
     if head.labels != 1:
         raise UnsupportedTaskError(
@@ -100,21 +123,40 @@ def score_pairs(
             "call classify() and choose a label",
             param="task",
         )
-    pairs: list[TextPair | TemplatedPrompt] = [
-        _pair(query, document, chosen, instruction) for query, document in zip(left, right, strict=True)
-    ]
+    pairs = _pairs(engine, left, right, template or loaded.rerank_template, instruction, options)
     requests, results = run(pairs, PoolingTask.CLASSIFY, params, options)
     return [(result[0], [request]) for request, result in zip(requests, results, strict=True)]
 
 
-def _pair(
-    query: str, document: str, template: RerankTemplate | None, instruction: str | None
-) -> TextPair | TemplatedPrompt:
-    if template is not None:
-        return template.render(query, document, instruction)
-    if instruction is not None:
-        raise InvalidParameterError("this model reads pairs without a template, so it takes no instruction")
-    return TextPair(query, document)
+def _pairs(
+    engine: Engine,
+    left: list[str],
+    right: list[str],
+    template: RerankTemplate | None,
+    instruction: str | None,
+    options: PromptOptions,
+) -> Sequence[TextPair | TemplatedPrompt]:
+    """What a cross-encoder reads of each pair: both texts, or its template filled with them.
+
+    A prompt of the checkpoint's stands before the first text of a pair. In a template it is the instruction.
+    """
+    texts = zip(left, right, strict=True)
+    if template is None:
+        if instruction is not None:
+            raise InvalidParameterError(
+                f"{engine.loaded.config.name} reads pairs without a template, so it takes no instruction",
+                param="instruction",
+            )
+        return [TextPair(query, document) for query, document in texts]
+    if instruction is not None and (options.prompt is not None or options.prompt_name is not None):
+        raise InvalidParameterError(
+            "in a template the prompt is the instruction: give instruction, prompt or prompt_name", param="instruction"
+        )
+    if instruction is None:
+        instruction = engine.prompt_text(options) or None
+    if isinstance(template, ChatTemplate) and engine.tokenizer is not None:
+        template = template.bind(engine.tokenizer.named_tokens)
+    return [template.render(query, document, instruction) for query, document in texts]
 
 
 def _embeddings(
@@ -127,11 +169,14 @@ def _embeddings(
     roles: bool,
 ) -> Scores:
     recipe = engine.loaded.recipe
+    by_user = options.prompt is not None or options.prompt_name is not None
     compare = similarity(recipe.similarity_fn_name)
     sides = []
     for texts, names in ((left, ("query",)), (right, _DOCUMENT_PROMPTS)):
-        own = next((name for name in names if name in recipe.prompts), None) if roles else None
-        chosen = options if own is None else PromptOptions(**{**vars(options), "prompt_name": own})
+        chosen = options
+        if roles and not by_user and names[0] in recipe.prompts:
+            own = next((name for name in names if recipe.prompts.get(name)), names[0])
+            chosen = replace(options, prompt_name=own)
         distinct = list(dict.fromkeys(texts))
         requests, results = run(distinct, PoolingTask.EMBED, params, chosen)
         sides.append(dict(zip(distinct, zip(requests, results, strict=True), strict=True)))

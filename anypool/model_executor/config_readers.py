@@ -92,8 +92,56 @@ _IRRELEVANT = frozenset(
 )
 
 
+# What values must be, by key: sizes are integers from 1 on. A key of which `null` has a meaning may also be that.
+_SIZES = frozenset(
+    "conv_groups dim global_attn_every_n_layers head_dim hidden_dim hidden_size intermediate_size local_attention "
+    "max_position_embeddings max_window_layers n_heads n_layers num_attention_heads num_hidden_layers "
+    "num_key_value_heads num_labels original_max_position_embeddings relative_attention_num_buckets sliding_window "
+    "sliding_window_pattern vocab_size".split()
+)
+_INTEGERS = frozenset("conv_kernel_size max_relative_positions pad_token_id position_buckets type_vocab_size".split())
+_NUMBERS = frozenset(
+    "attn_logit_softcapping final_logit_softcapping global_rope_theta layer_norm_eps local_rope_theta logit_scale "
+    "logits_scaling norm_eps partial_rotary_factor query_pre_attn_scalar rms_norm_eps rope_local_base_freq "
+    "rope_theta".split()
+)
+_FLAGS = frozenset(
+    "attention_bias is_causal is_original_qwen3_reranker mlp_bias norm_bias position_biased_input relative_attention "
+    "share_att_key tie_word_embeddings use_bidirectional_attention use_sliding_window".split()
+)
+_TEXTS = frozenset(
+    "classifier_activation classifier_pooling conv_act hidden_act hidden_activation activation method norm_rel_ebd "
+    "pooler_hidden_act problem_type sbert_ce_default_activation_function".split()
+)
+_TABLES = frozenset("id2label rope_parameters rope_scaling".split())
+_LARGEST = 10**9
+_MOST_LAYERS = 10_000
+
+
+def _is_right(key: str, value: Any) -> tuple[bool, str]:
+    """Whether a key's value is what it must be, and what that is."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    integer = number and isinstance(value, int)
+    if key in _SIZES:
+        most = _MOST_LAYERS if key in ("num_hidden_layers", "n_layers") else _LARGEST
+        return integer and 1 <= value <= most, f"an integer from 1 to {most:,}"
+    if key in _INTEGERS:
+        return integer and abs(value) <= _LARGEST, "an integer"
+    if key in _NUMBERS:
+        return number and 0 < value < float("inf"), "a positive number"
+    if key in _FLAGS:
+        return isinstance(value, bool), "true or false"
+    if key in _TEXTS:
+        return isinstance(value, str), "a name"
+    if key in _TABLES:
+        return isinstance(value, Mapping), "an object"
+    if key == "layer_types":
+        return isinstance(value, list) and all(isinstance(kind, str) for kind in value), "a list of names"
+    return True, ""
+
+
 class Keys:
-    """config.json with a record of what was read."""
+    """config.json with a record of what was read; a value of a wrong kind is an error that names it."""
 
     def __init__(self, raw: Mapping[str, Any], name: str) -> None:
         self.raw = raw
@@ -102,13 +150,18 @@ class Keys:
 
     def get(self, key: str, default: Any) -> Any:
         self.used.add(key)
-        return self.raw.get(key, default)
+        value = self.raw.get(key, default)
+        if value is not None:
+            right, expected = _is_right(key, value)
+            if not right:
+                raise CheckpointFormatError(f"{self.name}: config.json has {key}={value!r}; it must be {expected}")
+        return value
 
     def need(self, key: str) -> Any:
-        self.used.add(key)
-        if self.raw.get(key) is None:
+        value = self.get(key, None)
+        if value is None:
             raise CheckpointFormatError(f"{self.name}: config.json has no {key!r}")
-        return self.raw[key]
+        return value
 
     def only(self, key: str, allowed: Any) -> None:
         """Refuses any other value than `allowed`, which is also what an absent key means."""
@@ -213,6 +266,7 @@ def _gemma_common(keys: Keys, *, layers: list[str] | None) -> dict[str, Any]:
         "attention_bias": keys.get("attention_bias", False),
         "is_causal": not keys.get("use_bidirectional_attention", None) and keys.get("is_causal", True),
         "tie_word_embeddings": keys.get("tie_word_embeddings", True),
+        "pad_token_id": keys.get("pad_token_id", 0),
         **({"layer_types": tuple(kinds)} if kinds is not None else {}),
     }
 
@@ -248,6 +302,12 @@ def _decoder(
     # Two-directional sliding windows of decoders other than Gemma 3 are stated inclusively.
     if not is_causal and thetas is None and values.get("sliding_window") is not None:
         values["sliding_window"] += 1
+    if SLIDING in values["layer_types"] and values.get("sliding_window") is None:
+        raise CheckpointFormatError(f"{keys.name}: config.json has sliding layers and no sliding_window")
+    if values["num_heads"] % values["num_kv_heads"]:
+        raise CheckpointFormatError(
+            f"{keys.name}: config.json has {values['num_heads']} attention heads for {values['num_kv_heads']} of keys"
+        )
     positions = keys.need("max_position_embeddings")
     values["rope"] = {kind: _rope(keys, kind, size, positions, thetas) for kind in set(values["layer_types"])}
     values["max_positions"] = max(_stretched(rope) for rope in values["rope"].values())

@@ -7,7 +7,7 @@ configuration class. Nothing else reads config.json.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,7 +112,11 @@ class ModelConfig:
         architectures = raw.get("architectures") or []
         model_type = raw.get("model_type")
         if not isinstance(model_type, str):
-            raise CheckpointFormatError(f"{repository.name}: config.json has no model_type")
+            raise CheckpointFormatError(f"{repository.name}: config.json has model_type {model_type!r}, not a name")
+        if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+            raise CheckpointFormatError(
+                f"{repository.name}: config.json has architectures {architectures!r}, not a list of names"
+            )
         reader = READERS.get(model_type)
         keys = Keys(raw, repository.name)
         common: dict[str, Any] = {
@@ -128,8 +132,8 @@ class ModelConfig:
             "pad_token_id": keys.get("pad_token_id", None),
         }
         if reader is None:
-            return cls(**common, **_read_with_transformers(repository, raw, trust_remote_code))
-        config = cls(**common, **reader(keys))
+            return cls(**{**common, **_read_with_transformers(repository, raw, trust_remote_code)})
+        config = cls(**{**common, **reader(keys)})
         keys.report_unknown()
         return config
 
@@ -151,7 +155,11 @@ def _read_with_transformers(repository: Repository, raw: Mapping[str, Any], trus
             if "auto_map" not in raw or not trust
             else (AutoConfig.from_pretrained(repository.folder, trust_remote_code=True))
         )
-    except ValueError as error:
+    except Exception as error:  # configuration classes raise whatever they meet in a value
+        if raw["model_type"] in _known_to_transformers():
+            raise CheckpointFormatError(
+                f"{repository.name}: config.json is not one of a {raw['model_type']!r}: {type(error).__name__}: {error}"
+            ) from error
         hint = "; its own code is needed: pass trust_remote_code=True if you trust it" if "auto_map" in raw else ""
         raise UnsupportedArchitectureError(
             f"{repository.name}: transformers does not know the model type {raw['model_type']!r}{hint}"
@@ -169,11 +177,20 @@ def _read_with_transformers(repository: Repository, raw: Mapping[str, Any], trus
         if found is None and fallback is None:
             raise ModelLoadError(f"{repository.name}: a {raw['model_type']!r} configuration has no {theirs}")
         values[ours] = fallback if found is None or found < 0 else found
+    values["pad_token_id"] = getattr(text, "pad_token_id", None)
+    # Some OPT models project their states down to the size of their embeddings.
+    values["hidden_size"] = getattr(text, "word_embed_proj_dim", None) or values["hidden_size"]
     values["is_causal"] = raw.get("is_causal", True)
     values["tie_word_embeddings"] = bool(getattr(text, "tie_word_embeddings", False))
     values["final_softcap"] = getattr(text, "final_logit_softcapping", None)
     values["norm_eps"] = getattr(text, "layer_norm_eps", None) or 1e-6
     return values
+
+
+def _known_to_transformers() -> Collection[str]:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return CONFIG_MAPPING_NAMES.keys()
 
 
 def _refuse_quantized(raw: Mapping[str, Any]) -> None:

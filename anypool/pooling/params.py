@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from anypool.config import ACTIVATIONS, is_int
+from anypool.config import ACTIVATIONS, contradicts, is_int, is_int_list
 from anypool.errors import InvalidParameterError
 
 
@@ -48,19 +48,19 @@ class PoolingParams:
             raise InvalidParameterError(
                 f"activation={self.activation!r} is unknown; known: {', '.join(ACTIVATIONS)}", param="activation"
             )
-        if self.use_activation is False and self.activation not in (None, "none"):
+        if contradicts(self.use_activation, self.activation):
             raise InvalidParameterError(
-                f"use_activation=False contradicts activation={self.activation!r}", param="activation"
+                f"use_activation={self.use_activation} contradicts activation={self.activation!r}", param="activation"
             )
         if self.step_tag_id is not None and not is_int(self.step_tag_id):
             raise InvalidParameterError(f"step_tag_id={self.step_tag_id!r} is not a token id", param="step_tag_id")
         if self.returned_token_ids is not None:
-            ids = tuple(self.returned_token_ids)
-            if not ids or not all(map(is_int, ids)):
+            if not is_int_list(self.returned_token_ids):
                 raise InvalidParameterError(
-                    f"returned_token_ids={list(ids)!r} is not a list of column numbers", param="returned_token_ids"
+                    f"returned_token_ids={self.returned_token_ids!r} is not a list of column numbers",
+                    param="returned_token_ids",
                 )
-            object.__setattr__(self, "returned_token_ids", ids)
+            object.__setattr__(self, "returned_token_ids", tuple(self.returned_token_ids))
 
     def _translate_softmax(self) -> None:
         name = "softmax" if self.softmax else "none"

@@ -80,8 +80,12 @@ def _steps(
 
 
 def _matrix(embeddings: Any, name: str) -> NDArray[Any]:
-    rows = [row.float().cpu().numpy() if isinstance(row, torch.Tensor) else np.asarray(row) for row in embeddings]
-    matrix = np.stack(rows) if rows else np.zeros((0, 0), dtype=np.float32)
+    if isinstance(embeddings, torch.Tensor):
+        embeddings = embeddings.float().cpu().numpy()
+    if not isinstance(embeddings, np.ndarray):
+        rows = [row.float().cpu().numpy() if isinstance(row, torch.Tensor) else np.asarray(row) for row in embeddings]
+        embeddings = np.stack(rows) if rows else np.zeros((0, 0), dtype=np.float32)
+    matrix: NDArray[Any] = embeddings
     if matrix.ndim != 2 or not np.issubdtype(matrix.dtype, np.floating):
         raise InvalidParameterError(
             f"{name} must be a matrix of floats, one row each; got shape {list(matrix.shape)}, {matrix.dtype}",

@@ -19,12 +19,14 @@ import pytest
 import anypool
 from anypool.engine.engine import Engine
 from anypool.engine.preparation import PromptOptions
-from anypool.entrypoints import cli_embed, cli_info
+from anypool.entrypoints import cli_embed, cli_files, cli_info, cli_scores
 from anypool.entrypoints.cli import build_parser, main
 from anypool.entrypoints.cli_flags import engine_arguments
 from anypool.entrypoints.llm import LLM
 from anypool.pooling.params import PoolingParams
+from anypool.pooling.quantize import PRECISIONS, quantize_embeddings
 from anypool.pooling.tasks import PoolingTask
+from tests.named_checkpoints import link_named
 
 TEXTS = ["How tall is the Eiffel Tower?", "330 m", "ein Satz, größer"]
 
@@ -46,22 +48,20 @@ ENGINE_FLAGS = {
     "--max-queued-tokens",
     "--download-dir",
     "--served-model-name",
+    "--chat-template",
     "--enforce-eager",
     "--use-tqdm-on-load",
     "--no-use-tqdm-on-load",
 }
+FILE_FLAGS = {"--input", "--input-field", "--output"}
+PROMPT_FLAGS = {"--prompt-name", "--truncate", "--truncate-prompt-tokens"}
 OWN_FLAGS = {
-    "embed": {
-        "--input",
-        "--input-field",
-        "--output",
-        "--dimensions",
-        "--normalize",
-        "--no-normalize",
-        "--prompt-name",
-        "--truncate",
-        "--truncate-prompt-tokens",
-    },
+    "embed": FILE_FLAGS
+    | PROMPT_FLAGS
+    | {"--dimensions", "--normalize", "--no-normalize", "--precision", "--calibration"},
+    "classify": FILE_FLAGS | PROMPT_FLAGS | {"--activation"},
+    "reward": FILE_FLAGS | PROMPT_FLAGS | {"--activation"},
+    "rerank": FILE_FLAGS | {"--query", "--top-n", "--instruction", "--truncate-prompt-tokens", "--activation"},
     "serve": {"--host", "--port", "--drain-timeout"},
     "info": {"--json"},
 }
@@ -93,6 +93,7 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("the model was loaded")
 
     monkeypatch.setattr(cli_embed, "LLM", load)
+    monkeypatch.setattr(cli_scores, "LLM", load)
     monkeypatch.setattr("anypool.entrypoints.cli.Engine", load)
 
 
@@ -236,11 +237,11 @@ def test_empty_input_gives_an_empty_file(loaded: list[dict[str, Any]], tmp_path:
     assert len(read(output)) == 0
 
 
-def read(output: Path) -> np.ndarray:
+def read(output: Path, dtype: Any = np.float32, size: int = 384) -> np.ndarray:
     if output.suffix == ".npy":
         array: np.ndarray = np.load(output)
-        assert array.dtype == np.float32
-        assert array.shape[1:] == (384,)
+        assert array.dtype == dtype
+        assert array.shape[1:] == (size,)
         return array
     if output.suffix == ".jsonl":
         return rows(output.read_text(encoding="utf-8"))
@@ -248,7 +249,44 @@ def read(output: Path) -> np.ndarray:
 
     table = pyarrow.parquet.read_table(output)
     assert table["index"].to_pylist() == list(range(len(table)))
-    return np.array(table["embedding"].to_pylist(), np.float32)
+    kind = table["embedding"].type
+    assert (kind.value_type, kind.list_size) == (pyarrow.from_numpy_dtype(dtype), size)
+    return np.array(table["embedding"].to_pylist(), dtype)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("ending", [".npy", ".jsonl", ".parquet"])
+def test_precision_is_stored_as_the_library_quantises(
+    loaded: list[dict[str, Any]],
+    expected: Callable[..., np.ndarray],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    precision: str,
+    ending: str,
+) -> None:
+    output = tmp_path / f"out{ending}"
+    assert main(["embed", "m", *TEXTS, "--precision", precision, "--output", str(output)]) == 0
+    stored = quantize_embeddings(expected(TEXTS), precision)
+    np.testing.assert_array_equal(read(output, stored.dtype, stored.shape[1]), stored)
+    assert ("ranges from these 3 texts" in capsys.readouterr().err) == (precision in ("int8", "uint8"))
+
+
+def test_calibration_file_gives_the_ranges(
+    loaded: list[dict[str, Any]],
+    expected: Callable[..., np.ndarray],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    file = str(tmp_path / "calibration.npy")
+    np.save(file, expected(TEXTS))
+    assert main(["embed", "m", TEXTS[0], "--precision", "int8", "--calibration", file]) == 0
+    captured = capsys.readouterr()
+    stored = quantize_embeddings(expected(TEXTS[:1]), "int8", calibration_embeddings=expected(TEXTS))
+    np.testing.assert_array_equal(rows(captured.out), stored)
+    assert "ranges" not in captured.err
+    words = "ranges have the shape [2, 384]; embeddings of 5 dimensions need [2, 5]"
+    argv = ["embed", "m", "a", "--dimensions", "5", "--precision", "int8", "--calibration", file]
+    assert fails(capsys, *argv) == words
 
 
 @pytest.mark.parametrize(
@@ -283,7 +321,7 @@ def test_input_forms(
 
 
 def test_byte_order_mark_is_no_part_of_the_first_line() -> None:
-    lines = list(cli_embed.read_lines([b"\xef\xbb\xbfa\r\n", b"\xef\xbb\xbfb\n"], "file"))
+    lines = list(cli_files.read_lines([b"\xef\xbb\xbfa\r\n", b"\xef\xbb\xbfb\n"], "file"))
     assert lines == ["a", "\ufeffb"]
 
 
@@ -312,6 +350,20 @@ def test_empty_lines_of_text_keep_their_place(
         (["embed", "m", "a", "--output", "no/out.npy"], "--output no/out.npy: there is no folder no"),
         (["embed", "m", "a", "--output", "folder.npy"], "--output folder.npy: cannot be written to"),
         (["embed", "m", "a", "--dimensions", "0"], "dimensions=0 is not a positive integer"),
+        (["embed", "m", "a", "--precision", "int8"], "--precision int8 cannot take its ranges from fewer than two"),
+        (["embed", "m", "a", "--calibration", "a.npy"], "--calibration has no meaning for --precision float32"),
+        (["embed", "m", "a", "--precision", "uint8", "--calibration", "none.npy"], "none.npy: No such file"),
+        (["embed", "m", "a", "--precision", "uint8", "--calibration", "bad.jsonl"], "--calibration bad.jsonl is not a"),
+        (
+            ["embed", "m", "a", "--precision", "uint8", "--calibration", "row.npy"],
+            "--calibration row.npy has shape [3]",
+        ),
+        (["classify", "m"], "nothing to classify: give texts, or --input FILE"),
+        (["classify", "m", "a", "--output", "out.npy"], "--output out.npy: known endings are .jsonl, .parquet"),
+        (["reward", "m"], "nothing to reward: give texts, or --input FILE"),
+        (["reward", "m", "--input", "bad.jsonl"], "bad.jsonl: line 1 is not JSON: "),
+        (["rerank", "m", "--query", "q"], "nothing to rank: give texts, or --input FILE"),
+        (["rerank", "m", "a", "--query", "q", "--top-n", "0"], "--top-n 0 is not a positive number of documents"),
         (["serve", "m", "--dtype", "int3"], "dtype='int3' is unknown; known: auto, float32, bfloat16, float16"),
         (["serve", "m", "--pooler-config", '{"pooling": "CLS"}'], "pooler_config: unknown argument 'pooling'; did you"),
         (["serve", "m", "--host", "192.0.2.1"], "cannot listen on 192.0.2.1:8000: "),
@@ -331,6 +383,7 @@ def test_users_error_is_one_line_before_anything_is_loaded(
     Path("bad.jsonl").write_text("text\n", encoding="utf-8")
     Path("numbers.jsonl").write_text('"a"\n{"text": 1}\n', encoding="utf-8")
     Path("folder.npy").mkdir()
+    np.save("row.npy", np.zeros(3, np.float32))
     assert fails(capsys, *argv).startswith(message)
 
 
@@ -363,7 +416,7 @@ def test_request_that_cannot_be_served_is_one_line_and_leaves_the_old_file(
 
 def test_file_that_is_not_finished_does_not_appear(tmp_path: Path) -> None:
     def write_half() -> None:
-        with cli_embed.atomic_file(tmp_path / "out.npy") as file:
+        with cli_files.atomic_file(tmp_path / "out.npy") as file:
             file.write(b"half")
             raise KeyboardInterrupt
 
@@ -393,6 +446,124 @@ def test_errors_of_ours_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_embed, "LLM", fail)
     with pytest.raises(AssertionError, match="a bug"):
         main(["embed", "m", "a"])
+
+
+# classify, reward, rerank.
+
+
+@pytest.fixture
+def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory with tiny checkpoints by the names of models."""
+    link_named(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+CLASSIFIER = "distilbert/distilbert-base-uncased-finetuned-sst-2-english"
+REWARDS = "Skywork/Skywork-Reward-V2-Llama-3.2-1B"
+STEPS = "Qwen/Qwen2.5-Math-PRM-7B"
+RERANKER = "Qwen/Qwen3-Reranker-0.6B"
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.mark.usefixtures("named")
+@pytest.mark.parametrize("activation", [None, "none", "sigmoid"])
+def test_classify_prints_labels_and_scores(capsys: pytest.CaptureFixture[str], activation: str | None) -> None:
+    with LLM(CLASSIFIER, use_tqdm_on_load=False) as llm:
+        outputs = llm.classify(TEXTS, PoolingParams(activation=activation), use_tqdm=False)
+    flags = [] if activation is None else ["--activation", activation]
+    assert main(["classify", CLASSIFIER, *TEXTS, "--no-use-tqdm-on-load", *flags]) == 0
+    assert lines(capsys.readouterr().out) == [
+        {"index": i, "label": one.outputs.label, "probs": pytest.approx(one.outputs.probs)}
+        for i, one in enumerate(outputs)
+    ]
+
+
+@pytest.mark.usefixtures("named")
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_classify_writes_files(tmp_path: Path, ending: str) -> None:
+    Path("in.txt").write_text("\n".join(TEXTS), encoding="utf-8")
+    assert main(["classify", CLASSIFIER, "--input", "in.txt", "--output", f"out{ending}"]) == 0
+    rows = read_rows(tmp_path / f"out{ending}")
+    assert [row["index"] for row in rows] == [0, 1, 2]
+    assert {row["label"] for row in rows} <= {"NEGATIVE", "POSITIVE"}
+    assert all(sum(row["probs"]) == pytest.approx(1) for row in rows)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".jsonl":
+        return lines(path.read_text(encoding="utf-8"))
+    import pyarrow.parquet
+
+    found: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+    return found
+
+
+@pytest.mark.usefixtures("named")
+@pytest.mark.parametrize(("model", "texts"), [(REWARDS, ["a", "b c"]), (STEPS, ["a<extra_0>b<extra_0>", "c<extra_0>"])])
+def test_reward_prints_a_number_or_one_per_step(
+    capsys: pytest.CaptureFixture[str], model: str, texts: list[str]
+) -> None:
+    with LLM(model, use_tqdm_on_load=False) as llm:
+        rewards = [output.outputs.data.squeeze(-1).tolist() for output in llm.reward(texts, use_tqdm=False)]
+    assert main(["reward", model, *texts]) == 0
+    assert lines(capsys.readouterr().out) == [
+        {"index": i, "reward": pytest.approx(reward)} for i, reward in enumerate(rewards)
+    ]
+    assert main(["reward", model, *texts, "--output", "out.parquet"]) == 0
+    assert [row["reward"] for row in read_rows(Path("out.parquet"))] == [pytest.approx(reward) for reward in rewards]
+
+
+@pytest.mark.usefixtures("named")
+def test_rerank_prints_the_best_first(capsys: pytest.CaptureFixture[str]) -> None:
+    documents = ["a cat", "größer", "the mat"]
+    with LLM(RERANKER, use_tqdm_on_load=False) as llm:
+        results = llm.rerank("cat", documents, use_tqdm=False)
+    expected = [
+        {"index": one.index, "relevance_score": pytest.approx(one.relevance_score), "document": one.document}
+        for one in results
+    ]
+    assert main(["rerank", RERANKER, "--query", "cat", *documents]) == 0
+    assert lines(capsys.readouterr().out) == expected
+    assert main(["rerank", RERANKER, *documents, "--query", "cat", "--top-n", "2"]) == 0
+    assert lines(capsys.readouterr().out) == expected[:2]
+
+
+@pytest.mark.usefixtures("named")
+def test_rerank_passes_instruction_and_activation(capsys: pytest.CaptureFixture[str]) -> None:
+    with LLM(RERANKER, use_tqdm_on_load=False) as llm:
+        [result] = llm.rerank(
+            "q", ["d"], instruction="i", pooling_params=PoolingParams(activation="none"), use_tqdm=False
+        )
+    assert main(["rerank", RERANKER, "--query", "q", "d", "--instruction", "i", "--activation", "none"]) == 0
+    [line] = lines(capsys.readouterr().out)
+    assert line["relevance_score"] == pytest.approx(result.relevance_score)
+
+
+def test_task_that_is_not_served_is_one_line(minilm: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = fails(capsys, "classify", minilm, "a", "--no-use-tqdm-on-load")
+    assert line.startswith("task 'classify' is not served by")
+
+
+@pytest.mark.parametrize(
+    ("argv", "texts"),
+    [
+        (["a", "b", "--query", "q"], ["a", "b"]),
+        (["--query", "q", "a", "b"], ["a", "b"]),
+        (["a", "--query", "q", "b", "--", "-c", "--query"], ["a", "b", "-c", "--query"]),
+        (["--query", "q"], []),
+    ],
+)
+def test_texts_may_stand_before_and_after_flags(argv: list[str], texts: list[str]) -> None:
+    assert build_parser().parse_args(["rerank", "m", *argv]).texts == texts
+
+
+def test_unknown_flag_between_texts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["embed", "m", "a", "--quick", "b"])
+    assert "unrecognized arguments: --quick" in capsys.readouterr().err
 
 
 # info.
@@ -427,6 +598,36 @@ def test_info_says_what_the_model_is_and_who_decided(info: Callable[..., str], m
     assert 22_000_000 < facts["parameters"] < 23_000_000
 
 
+@pytest.mark.usefixtures("named")
+def test_info_shows_the_head_and_who_decided(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", CLASSIFIER, "--json", "--pooler-config", '{"activation": "sigmoid", "logit_sigma": 2}']) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["head"] == {
+        "per": "text",
+        "layers": [
+            {"name": "pre_classifier", "in_features": 32, "out_features": 32, "activation": "relu"},
+            {"name": "classifier", "in_features": 32, "out_features": 2, "activation": None},
+        ],
+        "labels": ["NEGATIVE", "POSITIVE"],
+        "logit_mean": 0.0,
+        "logit_sigma": 2,
+    }
+    assert facts["pooling"]["activation"] == {"value": "sigmoid", "source": "user"}
+    assert facts["pooling"]["score_pooling_type"] == {"value": ["CLS"], "source": "model class"}
+    assert "classify" in facts["tasks"]
+    assert facts["attention"] == {"causal": False, "sliding_window": None, "softcap": None}
+    assert facts["rerank_template"] is None
+
+
+@pytest.mark.usefixtures("named")
+def test_info_shows_the_template_of_a_reranker(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", RERANKER]) == 0
+    shown = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert shown["rerank template"].strip() == "Qwen3-Reranker"
+    assert shown["head"].strip() == "rows of the LM head 32 -> 1, per text"
+    assert shown["attention"].strip() == "causal"
+
+
 def test_info_is_aligned_text(info: Callable[..., str]) -> None:
     lines = info().splitlines()
     starts = {len(line) - len(line.split("  ", 1)[1].lstrip()) for line in lines}
@@ -438,6 +639,12 @@ def test_info_shows_modules_prompts_and_sizes() -> None:
     facts: dict[str, Any] = {
         "model": "m", "architecture": "A", "class": "C", "runs": "native", "parameters": 12345, "dtype": "float32",
         "device": "cpu", "tasks": ["embed"], "embedding_size": 256, "trained_dimensions": [128, 256],
+        "attention": {"causal": True, "sliding_window": 512, "softcap": 50.0}, "similarity": "dot",
+        "rerank_template": "T",
+        "head": {
+            "per": "token", "labels": ["A", "B"], "logit_mean": 1.5, "logit_sigma": 2.0,
+            "layers": [{"name": "score", "in_features": 768, "out_features": 2, "activation": "tanh"}],
+        },
         "pooling": {"dimensions": {"value": 128, "source": "user"}, "normalize": {"value": False, "source": "user"}},
         "modules": [{"type": "Dense", "path": "2_Dense", "in_features": 768, "out_features": 256}, {"type": "X"}],
         "prompts": {"query": "query: "}, "default_prompt_name": "query", "max_model_len": 512, "vocab_size": 10,
@@ -451,6 +658,10 @@ def test_info_shows_modules_prompts_and_sizes() -> None:
         "Dense 768 -> 256, X",
         "128, 256",
         "'query: '",
+        "causal, sliding window of 512 tokens, scores soft-capped at 50",
+        "score 768 -> 2 tanh, per token",
+        "A, B",
+        "(score - 1.5) / 2",
     ):
         assert words in text
 

@@ -13,6 +13,7 @@ from anypool.model_executor.layers.embedding import Embedding
 from anypool.model_executor.layers.linear import Linear
 from anypool.model_executor.layers.mlp import activation
 from anypool.model_executor.layers.norm import LayerNorm
+from anypool.model_executor.layers.positions import positions_after_padding
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import Backbone, refuse_unused
 from anypool.model_executor.weights.loading import Renames
@@ -23,7 +24,6 @@ class BertEmbeddings(nn.Module):
 
     def __init__(self, config: ModelConfig, *, position_offset: int = 0) -> None:
         super().__init__()
-        self.position_offset = position_offset
         self.word_embeddings = Embedding(config.vocab_size, config.hidden_size)
         self.position_embeddings = Embedding(config.max_positions + position_offset, config.hidden_size)
         self.token_type_embeddings = (
@@ -34,7 +34,7 @@ class BertEmbeddings(nn.Module):
     def forward(
         self, words_TD: torch.Tensor, positions_T: torch.Tensor, token_type_ids_T: torch.Tensor | None
     ) -> torch.Tensor:
-        x_TD = words_TD + self.position_embeddings(positions_T + self.position_offset)
+        x_TD = words_TD + self.position_embeddings(positions_T)
         if self.token_type_embeddings is None:
             refuse_unused(token_type_ids_T=token_type_ids_T)
         elif token_type_ids_T is None:
@@ -113,13 +113,14 @@ class BertModel(Backbone):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embeddings = BertEmbeddings(config, position_offset=self.position_offset(config))
+        padding = self.position_padding(config)
+        self.embeddings = BertEmbeddings(config, position_offset=0 if padding is None else padding + 1)
         self.layers = nn.ModuleList(BertLayer(config) for _ in range(config.num_layers))
 
     @staticmethod
-    def position_offset(config: ModelConfig) -> int:
-        """The row of the position table that holds the first token's position."""
-        return 0
+    def position_padding(config: ModelConfig) -> int | None:
+        """The padding id after which positions count, as RoBERTa's do; None where they count from 0."""
+        return None
 
     def attention_bias(self, attn: AttentionMetadata) -> torch.Tensor | None:
         """`[H, M, M]` added to every layer's scores, M the longest sequence; BERT has none."""
@@ -139,6 +140,9 @@ class BertModel(Backbone):
         refuse_unused(intermediate=intermediate, output_layers=tuple(output_layers))
         if inputs_embeds_TD is None:
             inputs_embeds_TD = self.embeddings.word_embeddings(input_ids_T)
+        padding = self.position_padding(self.config)
+        if padding is not None:
+            positions_T = positions_after_padding(input_ids_T, positions_T, attn, padding_id=padding)
         x_TD: torch.Tensor = self.embeddings(inputs_embeds_TD, positions_T, token_type_ids_T)
         bias_HMM = self.attention_bias(attn)
         for layer in self.layers:

@@ -37,8 +37,8 @@ class MPNetModel(BertModel):
         self.relative_attention_bias = Embedding(config.relative_buckets, config.num_heads)
 
     @staticmethod
-    def position_offset(config: ModelConfig) -> int:
-        return 2  # the reference's padding id is 1, whatever the configuration says
+    def position_padding(config: ModelConfig) -> int | None:
+        return 1  # in the reference, whatever the configuration says
 
     def attention_bias(self, attn: AttentionMetadata) -> torch.Tensor | None:
         weight = self.relative_attention_bias.weight

@@ -20,6 +20,7 @@ from torch import nn
 from anypool.errors import MissingDependencyError, UnsupportedArchitectureError, WeightsError
 from anypool.model_executor.attention import Attention, AttentionMetadata
 from anypool.model_executor.attention.layer import window_of
+from anypool.model_executor.layers.positions import positions_after_padding
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import Backbone, refuse_unused
 from anypool.model_executor.packed_batch import PackedBatch
@@ -79,7 +80,7 @@ class TransformersModel(Backbone):
         self.lm_head: nn.Module | None = None
         self.model: Any = None  # comes with its weights in `load`, since transformers converts names while loading
         self._accepts: frozenset[str] = frozenset()
-        self._position_offset = 0
+        self._position_padding: int | None = None
 
     def load(
         self,
@@ -103,23 +104,26 @@ class TransformersModel(Backbone):
 
         hf_config = _hf_config(self.config, repository)
         gguf: dict[str, Any] = {"gguf_file": repository.gguf.name} if repository.gguf is not None else {}
-        with _progress(progress):
-            self.model, report = AutoModel.from_pretrained(
-                repository.folder,
-                config=hf_config,
-                dtype=dtype,
-                attn_implementation=ATTENTION,
-                output_loading_info=True,
-                trust_remote_code=self.config.trust_remote_code,
-                **gguf,
-            )
-        _audit(self.config, report, claimed)
-        if self.model.config.is_encoder_decoder:
+        if hf_config.is_encoder_decoder:
             raise _refusal(self.config, "it is an encoder-decoder, which has no single packed sequence of states")
+        try:
+            with _progress(progress):
+                self.model, report = AutoModel.from_pretrained(
+                    repository.folder,
+                    config=hf_config,
+                    dtype=dtype,
+                    attn_implementation=ATTENTION,
+                    output_loading_info=True,
+                    trust_remote_code=self.config.trust_remote_code,
+                    **gguf,
+                )
+        except Exception as error:  # transformers and the modules it builds raise whatever they meet
+            raise _refusal(self.config, f"transformers raises {type(error).__name__}: {error}") from error
+        _audit(self.config, report, claimed)
         self.model.eval().requires_grad_(False).to(device)
         accepts = inspect.signature(self.model.forward).parameters
         self._accepts = frozenset(accepts)
-        self._position_offset = _position_offset(self.model)
+        self._position_padding = _position_padding(self.model)
         _probe(self, device)
 
     def forward(
@@ -134,7 +138,10 @@ class TransformersModel(Backbone):
         output_layers: Sequence[int] = (),
     ) -> torch.Tensor:
         refuse_unused(intermediate=intermediate, output_layers=tuple(output_layers))
-        inputs: dict[str, torch.Tensor] = {"position_ids": (positions_T + self._position_offset).unsqueeze(0)}
+        if self._position_padding is not None:
+            padding = self._position_padding
+            positions_T = positions_after_padding(input_ids_T, positions_T, attn, padding_id=padding)
+        inputs: dict[str, torch.Tensor] = {"position_ids": positions_T.unsqueeze(0)}
         if inputs_embeds_TD is not None:
             inputs["inputs_embeds"] = inputs_embeds_TD.unsqueeze(0)
         elif input_ids_T is not None:
@@ -210,12 +217,12 @@ def _hf_config(config: ModelConfig, repository: Repository) -> Any:
     return AutoConfig.for_model(**config.raw).get_text_config()
 
 
-def _position_offset(model: Any) -> int:
-    """RoBERTa-like embeddings number positions from the padding id + 1, and expect explicit positions to do so."""
+def _position_padding(model: Any) -> int | None:
+    """The padding id after which RoBERTa-like embeddings count positions; they expect explicit ones to do so too."""
     embeddings = getattr(model, "embeddings", None)
     if embeddings is not None and hasattr(embeddings, "create_position_ids_from_input_ids"):
-        return int(embeddings.padding_idx) + 1
-    return 0
+        return int(embeddings.padding_idx)
+    return None
 
 
 def _audit(config: ModelConfig, report: dict[str, Any], claimed: frozenset[str]) -> None:
@@ -284,6 +291,8 @@ def _probe(backbone: TransformersModel, device: torch.device) -> None:
     vocab = min(config.vocab_size, model.get_input_embeddings().weight.shape[0])
     first = min(vocab - 1, 1 if config.pad_token_id is None else config.pad_token_id + 1)
     texts = [torch.randint(first, vocab, (length,), generator=generator).tolist() for length in (5, longest, 3)]
+    if config.pad_token_id is not None and 0 <= config.pad_token_id < vocab:
+        texts[1][1] = config.pad_token_id  # where padding inside a text counts, it must count alike
     batch = PackedBatch.pack(texts, device=device)
     try:
         packed_TD = backbone(batch.input_ids_T, batch.positions_T, batch.attn)

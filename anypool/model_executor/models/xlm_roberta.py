@@ -10,8 +10,8 @@ class RobertaModel(BertModel):
     """BERT whose positions start after the padding id."""
 
     @staticmethod
-    def position_offset(config: ModelConfig) -> int:
-        return (1 if config.pad_token_id is None else config.pad_token_id) + 1
+    def position_padding(config: ModelConfig) -> int | None:
+        return 1 if config.pad_token_id is None else config.pad_token_id
 
 
 class XLMRobertaModel(RobertaModel):

@@ -93,6 +93,9 @@ class PickleCheckpoint(Checkpoint):
                 raise CheckpointFormatError(f"{file} cannot be read as plain tensors: {error}") from error
             if not isinstance(stored, dict) or not all(isinstance(t, torch.Tensor) for t in stored.values()):
                 raise CheckpointFormatError(f"{file} is not a table of tensors by name")
+            twice = sorted(self._tensors.keys() & stored.keys())
+            if twice:
+                raise CheckpointFormatError(f"{file} holds tensors that another shard holds too: {', '.join(twice[:5])}")
             self._tensors.update(stored)
 
     def names(self) -> list[str]:

@@ -19,6 +19,8 @@ from anypool.errors import WeightsError
 from anypool.model_executor.layers.linear import Linear
 from anypool.model_executor.weights.checkpoint import Checkpoint
 
+_WEIGHT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
 Renames = Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
 
 
@@ -31,7 +33,13 @@ class Slot:
     shape: tuple[int, ...]
 
     def fill(self, tensor: torch.Tensor, *, stored: str, name: str) -> None:
-        """Copies a tensor here, or raises a `WeightsError` where its shape does not fit."""
+        """Copies a tensor here, or raises a `WeightsError` where its shape or kind does not fit."""
+        if tensor.dtype not in _WEIGHT_DTYPES or tensor.layout != torch.strided:
+            kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
+            raise WeightsError(
+                f"{name}: tensor {stored!r} is {kind}; weights are float32, float64, bfloat16 or float16, "
+                "and quantized ones are not supported"
+            )
         if tuple(tensor.shape) != self.shape:
             raise WeightsError(
                 f"{name}: tensor {stored!r} has shape {list(tensor.shape)}, the model expects {list(self.shape)}"
@@ -109,7 +117,8 @@ def load_weights(
     missing = sorted(set(slots) - set(targets.values()))
     if missing or unused:
         raise WeightsError(_complaint(name, missing, unused))
-    bar = tqdm(total=len(targets), desc=f"Loading {name}", unit="tensor", disable=not progress, leave=False)
+    hidden = None if progress else True  # where progress is asked for, only on a terminal
+    bar = tqdm(total=len(targets), desc=f"Loading {name}", unit="tensor", disable=hidden, leave=False)
     with bar:
         for stored, tensor in checkpoint.tensors(set(targets)):
             slots[targets[stored]].fill(tensor, stored=stored, name=name)

@@ -1,0 +1,178 @@
+"""What commands read and write: texts from the arguments or a file, results to stdout or a file."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from anypool.errors import InvalidParameterError, InvalidPromptError, MissingDependencyError
+
+# Columns of equal length: lists of what JSON can hold, or arrays whose first axis is the rows.
+Columns = Mapping[str, "Sequence[Any] | np.ndarray"]
+
+
+def add_file_flags(parser: argparse.ArgumentParser, *, texts: str, metavar: str, endings: Sequence[str]) -> None:
+    """Adds the texts, `--input`, `--input-field` and `--output`.
+
+    Args:
+        parser: The command's.
+        texts: What the texts are, such as "a text to embed".
+        metavar: Their name in the help.
+        endings: Of the files that it writes.
+    """
+    parser.add_argument("texts", metavar=metavar, nargs="*", help=f"{texts}; write -- before one that starts with -")
+    parser.add_argument("--input", metavar="FILE", help=".jsonl, or lines of text; - for lines from stdin")
+    parser.add_argument(
+        "--input-field", metavar="NAME", default="text", help="the field of a .jsonl object to read (default: text)"
+    )
+    parser.add_argument("--output", metavar="FILE", help=f"{', '.join(endings)}; without it, JSON lines go to stdout")
+
+
+def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds `--prompt-name`, `--truncate` and `--truncate-prompt-tokens`."""
+    parser.add_argument("--prompt-name", metavar="NAME", help="which of the model's prompts to put before each text")
+    cut = parser.add_mutually_exclusive_group()
+    cut.add_argument(
+        "--truncate",
+        dest="truncate_prompt_tokens",
+        action="store_const",
+        const=-1,
+        help="cut longer texts to the model's limit",
+    )
+    cut.add_argument("--truncate-prompt-tokens", type=int, metavar="N", help="cut longer texts to this many tokens")
+
+
+def read_texts(arguments: argparse.Namespace, *, what: str) -> list[str]:
+    """The texts that were given, as arguments or in a file.
+
+    Raises:
+        InvalidParameterError: Neither were given, or both.
+        InvalidPromptError: The file holds something else.
+    """
+    if arguments.input is None:
+        if not arguments.texts:
+            raise InvalidParameterError(f"nothing to {what}: give texts, or --input FILE")
+        return list(arguments.texts)
+    if arguments.texts:
+        raise InvalidParameterError("texts and --input were both given: give one of them")
+    if arguments.input == "-":
+        return list(read_lines(sys.stdin.buffer, "stdin"))
+    with Path(arguments.input).open("rb") as file:
+        lines = read_lines(file, arguments.input)
+        if Path(arguments.input).suffix == ".jsonl":
+            return list(_fields(lines, arguments.input, arguments.input_field))
+        return list(lines)
+
+
+def read_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
+    """The lines of a UTF-8 file, empty ones too: line N is text N."""
+    for number, line in enumerate(file, start=1):
+        try:
+            yield line.rstrip(b"\r\n").decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise InvalidPromptError(f"{name}: line {number} is not UTF-8: {error.reason}") from None
+
+
+def _fields(lines: Iterable[str], name: str, field: str) -> Iterator[str]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise InvalidPromptError(f"{name}: line {number} is not JSON: {error}") from None
+        text = value.get(field) if isinstance(value, dict) else value
+        if not isinstance(text, str):
+            raise InvalidPromptError(
+                f"{name}: line {number} is neither a string nor an object with a string in {field!r}; "
+                "--input-field names another field"
+            )
+        yield text
+
+
+def check_output(given: str | None, endings: Sequence[str]) -> Path | None:
+    """The path of `--output`; raises where nothing could be written to it."""
+    if given is None:
+        return None
+    path = Path(given)
+    if path.suffix not in endings:
+        raise InvalidParameterError(f"--output {path}: known endings are {', '.join(endings)}")
+    if path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise MissingDependencyError(f"--output {path} needs pyarrow: pip install 'anypool[parquet]'")
+    if not path.parent.is_dir():
+        raise InvalidParameterError(f"--output {path}: there is no folder {path.parent}")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise InvalidParameterError(f"--output {path}: cannot be written to")
+    return path
+
+
+def write(output: Path | None, columns: Columns) -> None:
+    """Writes a row per result, as JSON lines to stdout where there is no file.
+
+    Args:
+        output: A file with one of the endings of `WRITERS`; .npy takes the last column.
+        columns: The results.
+    """
+    if output is None:
+        sys.stdout.buffer.writelines(_json_lines(columns))  # UTF-8, whatever the terminal's encoding
+        sys.stdout.flush()
+        return
+    with atomic_file(output) as file:
+        WRITERS[output.suffix](file, columns)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file that is at `path` when it is complete, and never before."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with unfinished.open("wb") as file:
+            yield file
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _json_lines(columns: Columns) -> Iterator[bytes]:
+    for row in zip(*columns.values(), strict=True):
+        values = (value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value for value in row)
+        line = dict(zip(columns, values, strict=True))
+        yield json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+
+
+def _write_jsonl(file: IO[bytes], columns: Columns) -> None:
+    file.writelines(_json_lines(columns))
+
+
+def _write_npy(file: IO[bytes], columns: Columns) -> None:
+    *_, last = columns.values()
+    np.save(file, last)
+
+
+def _write_parquet(file: IO[bytes], columns: Columns) -> None:
+    import pyarrow  # optional
+    from pyarrow import parquet
+
+    def array(column: Any) -> Any:
+        if isinstance(column, np.ndarray) and column.ndim == 2:
+            return pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(column.reshape(-1)), column.shape[1])
+        return pyarrow.array(column)
+
+    parquet.write_table(pyarrow.table({name: array(column) for name, column in columns.items()}), file)
+
+
+WRITERS: Mapping[str, Callable[[IO[bytes], Columns], None]] = {
+    ".npy": _write_npy,
+    ".jsonl": _write_jsonl,
+    ".parquet": _write_parquet,
+}
+ROW_ENDINGS = (".jsonl", ".parquet")
