@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -198,6 +199,9 @@ _NOT_YET: Mapping[str, Any] = {
     "enable_prefix_caching": False,
     "enable_chunked_prefill": False,
 }
+# Arguments of vLLM that change no result here, and are accepted so that its users' code runs.
+_HARMLESS = ("disable_log_stats", "gpu_memory_utilization", "seed", "swap_space")
+_DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
 
 _CONVERSIONS = ("auto", "none", "embed", "classify", "reward")
@@ -210,6 +214,10 @@ _OLD_TASKS = {
     "score": "classify",
     "reward": "reward",
 }
+
+
+# Checked by annotation; sizes have a check of their own.
+_KINDS = {"str": str, "bool": bool}
 
 
 def _setting(default: Any, text: str) -> Any:
@@ -244,6 +252,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         require(isinstance(self.model, str) and self.model != "", f"model={self.model!r} is not a path or a hub id")
+        for one in fields(self):
+            value, kind = getattr(self, one.name), str(one.type).removesuffix(" | None")
+            optional = kind != str(one.type)
+            if kind in _KINDS and not (optional and value is None):
+                require(isinstance(value, _KINDS[kind]), f"{one.name}={value!r} is not a {kind}")
         require(
             self.runner in ("auto", "pooling"),
             f"runner={self.runner!r}: this engine pools and does not generate text; use runner='pooling'",
@@ -252,7 +265,7 @@ class EngineConfig:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("model_impl", self.model_impl, ("auto", "native", "transformers"))
         require(
-            self.device == "auto" or self.device.split(":")[0] in ("cpu", "cuda"),
+            re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None,
             f"device={self.device!r} is unknown; known: auto, cpu, cuda, cuda:N",
         )
         for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "max_queued_tokens"):
@@ -273,6 +286,11 @@ class EngineConfig:
     @classmethod
     def from_kwargs(cls, **values: Any) -> EngineConfig:
         """Builds the config from keyword arguments; a `pooler_config` may be a mapping of its fields."""
+        for name in _HARMLESS:
+            values.pop(name, None)
+        if "dtype" in values:  # torch.float32 and vLLM's short names
+            dtype = str(values["dtype"]).removeprefix("torch.")
+            values["dtype"] = _DTYPE_NAMES.get(dtype, dtype)
         for name, neutral in _NOT_YET.items():
             if name in values:
                 given = values.pop(name)

@@ -56,8 +56,8 @@ def main() -> None:
             outputs = llm.classify(TEXTS, use_tqdm=False)
             tokens = llm.token_embed(TEXTS, PoolingParams(normalize=False), use_tqdm=False)
             print(f"{type(llm.engine.loaded.model).__name__} serves {', '.join(llm.supported_tasks)}")
-    for text, output in zip(TEXTS, outputs):
-        scores = ", ".join(f"{label} {score:.2f}" for label, score in zip(LABELS, output.outputs.probs))
+    for text, output in zip(TEXTS, outputs, strict=True):
+        scores = ", ".join(f"{label} {score:.2f}" for label, score in zip(LABELS, output.outputs.probs, strict=True))
         print(f"{text:<32} {scores}  (the head is random)")
     with torch.no_grad():
         means_ND = torch.stack([output.outputs.data.mean(dim=0) for output in tokens])

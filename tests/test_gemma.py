@@ -84,4 +84,4 @@ def test_the_lm_head_is_neither_in_memory_nor_read(llm: LLM, requested: set[str]
 
 def test_it_is_an_embedding_class_of_the_causal_lm(llm: LLM) -> None:
     assert type(llm.engine.loaded.model).__name__ == "Gemma3ForEmbedding"
-    assert llm.supported_tasks == ("embed", "token_embed")
+    assert llm.supported_tasks == ("embed", "token_embed", "reward")

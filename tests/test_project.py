@@ -17,25 +17,46 @@ from tests.test_docs import page_text, table
 PUBLIC = [
     "LLM",
     "AnypoolError",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineConfig",
+    "HeadLayer",
+    "HeadRecipe",
     "ModelRegistry",
     "PoolerConfig",
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
     "PoolingTask",
+    "RerankResult",
+    "ScoringOutput",
+    "ScoringRequestOutput",
+    "TokenClassificationOutput",
+    "TokenClassificationRequestOutput",
     "__version__",
     "as_pooling_model",
     "encode2pooling_task",
     "is_pooling_model",
     "is_text_generation_model",
+    "quantize_embeddings",
+    "register_head",
     "register_model",
 ]
 
 # Optional or slow to import, so imported only by what needs them.
-LATE = ["transformers", "sentence_transformers", "gguf", "fastapi", "uvicorn", "pydantic", "triton", "pyarrow"]
+LATE = [
+    "transformers",
+    "sentence_transformers",
+    "gguf",
+    "fastapi",
+    "uvicorn",
+    "pydantic",
+    "triton",
+    "pyarrow",
+    "jinja2",
+]
 
 
 def run_python(code: str) -> str:

@@ -198,7 +198,7 @@ def _jinja() -> Any:
     try:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
-        raise MissingDependencyError("chat templates need jinja2: pip install jinja2") from error
+        raise MissingDependencyError("chat templates need jinja2: pip install 'anypool[templates]'") from error
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

@@ -235,7 +235,7 @@ def _resolve(request: Request, result: torch.Tensor) -> None:
         request.future.set_exception(
             NonFiniteResultError(
                 f"request {request.request_id}: the model gave NaN or infinity; "
-                "a wider dtype (dtype='float32') often helps"
+                "its weights may be damaged, or its dtype too narrow"
             )
         )
 

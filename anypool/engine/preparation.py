@@ -16,6 +16,9 @@ from anypool.pooling.params import PoolingParams
 from anypool.pooling.plan import PoolingPlan, make_plan
 from anypool.pooling.tasks import PoolingTask
 
+# More characters than a text can have per token, on average, and still be a text.
+_CHARACTERS_PER_TOKEN = 250
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
@@ -72,6 +75,8 @@ class Preparation:
         side = self._side(options)
         prefix, skip = self._prompt_prefix(options)
         checked = [check_prompt(prompt, index) for index, prompt in enumerate(prompts)]
+        if limit is None:
+            self._refuse_endless(checked)
         if (options.prompt_name is not None or options.prompt) and any(isinstance(p, list) for p in checked):
             raise InvalidParameterError(
                 "a prompt is put before text and not before token ids: give texts, or ids that hold the prompt",
@@ -187,6 +192,16 @@ class Preparation:
         if prefix == "" or recipe.include_prompt or self.tokenizer is None:
             return prefix, 0
         return prefix, self.tokenizer.prompt_length(prefix)
+
+    def _refuse_endless(self, prompts: Sequence[object]) -> None:
+        """Refuses a text that no vocabulary could bring down to the limit, before minutes go into tokenising it."""
+        most = _CHARACTERS_PER_TOKEN * self.max_model_len
+        for index, prompt in enumerate(prompts):
+            if isinstance(prompt, str) and len(prompt) > most:
+                raise PromptTooLongError(
+                    f"input {index} has {len(prompt):,} characters, and the limit is {self.max_model_len:,} tokens: "
+                    "pass truncate_prompt_tokens=-1, or split the text"
+                )
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         return self._need_tokenizer().encode(texts) if texts else []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Union
 
 from anypool.adapters.rerank_templates import TemplatedPrompt
@@ -22,12 +23,18 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bo
     if isinstance(prompts, _BYTES) or not isinstance(prompts, Sequence):
         if hasattr(prompts, "tolist") and not isinstance(prompts, _BYTES):  # numpy arrays and tensors of ids
             return as_prompt_list(prompts.tolist())
+        if isinstance(prompts, (Iterator, ValuesView)):  # generators, map(), dict.values(): they have an order
+            return as_prompt_list(list(prompts))
         raise InvalidPromptError(
             f"prompts of type {type(prompts).__name__} are not understood; give {_FORMS}, or a list"
         )
-    if prompts and all(isinstance(item, int) and not isinstance(item, bool) for item in prompts):
+    if prompts and all(_is_token(item) for item in prompts):
         return [list(prompts)], True  # type: ignore[arg-type]
     return list(prompts), False  # type: ignore[arg-type]
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -72,13 +79,13 @@ def check_prompt(
         ids = prompt.tolist()
     if isinstance(ids, Sequence) and not isinstance(ids, _BYTES):
         for token in ids:
-            if not isinstance(token, int) or isinstance(token, bool):
+            if not _is_token(token):
                 raise InvalidPromptError(
                     f"input {index} is a list that holds {token!r} ({type(token).__name__}); token ids are integers"
                 )
         if not ids:
             raise InvalidPromptError(f"input {index} is an empty list of token ids")
-        return list(ids)
+        return [int(token) for token in ids]
     raise InvalidPromptError(f"input {index} is {prompt!r} ({type(prompt).__name__}); give {_FORMS}")
 
 

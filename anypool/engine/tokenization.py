@@ -66,12 +66,16 @@ class Tokenizer:
                 backend = Backend.from_file(str(path))
             except Exception as error:  # the library raises a bare Exception for whatever it cannot parse
                 raise CheckpointFormatError(f"{repository.name}: tokenizer.json cannot be read: {error}") from error
-            _append_eos(backend, config)
+            _apply_settings(backend, config)
         else:
             backend = _through_transformers(repository, trust_remote_code)
         if do_lower_case:
             _lower_case(backend)
         limit = config.get("model_max_length")
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or limit < 1):
+            raise CheckpointFormatError(
+                f"{repository.name}: tokenizer_config.json has model_max_length {limit!r}, not a number of tokens"
+            )
         return cls(
             backend,
             max_length=int(limit) if limit is not None and limit < _NO_LIMIT else None,
@@ -207,21 +211,28 @@ def kept_positions(
     return [*range(before), *body, *range(end, len(ids))]
 
 
-def _append_eos(backend: Any, config: dict[str, Any]) -> None:
-    """Honours `add_eos_token: true`, which older checkpoints state beside a tokenizer.json that does not do it."""
-    eos = config.get("eos_token")
-    eos = eos.get("content") if isinstance(eos, dict) else eos
-    if not config.get("add_eos_token") or eos is None:
-        return
-    eos_id = backend.token_to_id(eos)
-    full = backend.encode("a").ids
-    if eos_id is None or full[-1:] == [eos_id]:
-        return
-    from tokenizers.processors import Sequence as Processors
-    from tokenizers.processors import TemplateProcessing
+# Classes that build their own normaliser or pre-tokeniser from tokenizer_config.json, whatever tokenizer.json says.
+_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", "PreTrainedTokenizer")
 
-    ends = TemplateProcessing(single=f"$A {eos}", pair=f"$A {eos} $B:1 {eos}:1", special_tokens=[(eos, eos_id)])
-    backend.post_processor = ends if backend.post_processor is None else Processors([backend.post_processor, ends])
+
+def _apply_settings(backend: Any, config: dict[str, Any]) -> None:
+    """What tokenizer_config.json states outright about case, accents and the first space wins over tokenizer.json."""
+    from tokenizers.normalizers import BertNormalizer
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    if config.get("tokenizer_class", _GENERIC_CLASSES[0]) in _GENERIC_CLASSES:
+        return
+    normalizer, pre_tokenizer = backend.normalizer, backend.pre_tokenizer
+    if isinstance(normalizer, BertNormalizer):
+        for key, attribute in (
+            ("do_lower_case", "lowercase"),
+            ("strip_accents", "strip_accents"),
+            ("tokenize_chinese_chars", "handle_chinese_chars"),
+        ):
+            if isinstance(config.get(key), bool):
+                setattr(normalizer, attribute, config[key])
+    if isinstance(pre_tokenizer, ByteLevel) and isinstance(config.get("add_prefix_space"), bool):
+        pre_tokenizer.add_prefix_space = config["add_prefix_space"]
 
 
 def _has_segments(config: Mapping[str, Any]) -> bool:

@@ -343,10 +343,10 @@ class LLM:
         use_tqdm: bool | Callable[..., tqdm[Any]],
     ) -> tuple[list[Request], list[torch.Tensor]]:
         requests = self.engine.prepare(prompts, task, params, options)
-        self.engine.submit(requests)
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
         bar = make_bar(total=len(requests), desc=task.value, unit="prompt", disable=use_tqdm is False)
         try:
+            self.engine.submit(requests)
             results = []
             for request in requests:
                 results.append(request.future.result())

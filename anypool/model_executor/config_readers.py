@@ -209,7 +209,8 @@ def _read_mistral(keys: Keys) -> dict[str, Any]:
 
 def _read_qwen(keys: Keys) -> dict[str, Any]:
     layers = keys.need("num_hidden_layers")
-    window = keys.get("sliding_window", 4096) if keys.get("use_sliding_window", False) else None
+    stated_window = keys.get("sliding_window", 4096)
+    window = stated_window if keys.get("use_sliding_window", False) else None
     first_sliding = layers if window is None else keys.get("max_window_layers", 28)
     kinds = keys.get("layer_types", None) or [SLIDING if i >= first_sliding else FULL for i in range(layers)]
     qwen3 = keys.raw["model_type"] == "qwen3"

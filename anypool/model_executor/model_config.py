@@ -188,9 +188,9 @@ def _read_with_transformers(repository: Repository, raw: Mapping[str, Any], trus
 
 
 def _known_to_transformers() -> Collection[str]:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers import CONFIG_MAPPING
 
-    return CONFIG_MAPPING_NAMES.keys()
+    return list(CONFIG_MAPPING.keys())
 
 
 def _refuse_quantized(raw: Mapping[str, Any]) -> None:

@@ -53,7 +53,7 @@ class FirstRow(PoolingState):
 
     def fold(self, rows_LD: torch.Tensor, ids_L: torch.Tensor, start: int) -> None:
         if self.row_D is None:
-            self.row_D = rows_LD[0].float()
+            self.row_D = _copy(rows_LD[0])
 
     def result(self) -> torch.Tensor:
         return _there(self.row_D)
@@ -69,13 +69,13 @@ class LastRow(PoolingState):
 
     def fold(self, rows_LD: torch.Tensor, ids_L: torch.Tensor, start: int) -> None:
         if self.pad_token_id is None:
-            self.row_D = rows_LD[-1].float()
+            self.row_D = _copy(rows_LD[-1])
             return
         kept = (ids_L != self.pad_token_id).nonzero()
         if len(kept):
-            self.row_D = rows_LD[int(kept[-1])].float()
+            self.row_D = _copy(rows_LD[int(kept[-1])])
         elif self.row_D is None:
-            self.row_D = rows_LD[0].float()
+            self.row_D = _copy(rows_LD[0])
 
     def result(self) -> torch.Tensor:
         return _there(self.row_D)
@@ -133,7 +133,7 @@ class KeptRows(PoolingState):
         self.pieces: list[torch.Tensor] = []
 
     def fold(self, rows_LD: torch.Tensor, ids_L: torch.Tensor, start: int) -> None:
-        self.pieces.append((rows_LD if self.step_tag_id is None else rows_LD[ids_L == self.step_tag_id]).float())
+        self.pieces.append(_copy(rows_LD if self.step_tag_id is None else rows_LD[ids_L == self.step_tag_id]))
 
     def result(self) -> torch.Tensor:
         assert self.pieces, "no rows were seen"
@@ -171,6 +171,11 @@ def pooling_state(
         case PoolingType.STEP:
             assert step_tag_id is not None
             return KeptRows(step_tag_id=step_tag_id)
+
+
+def _copy(rows: torch.Tensor) -> torch.Tensor:
+    """In float32 and in memory of its own: a piece may be overwritten by the next, and is not to be kept alive."""
+    return rows.to(torch.float32, copy=True)
 
 
 def _there(row_D: torch.Tensor | None) -> torch.Tensor:

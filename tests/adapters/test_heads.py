@@ -169,7 +169,7 @@ def test_a_head_runs_over_transformers_backbones_alike(name: str, tmp_path: Path
 
 @pytest.mark.parametrize(("stem", "padding"), [("Gemma", 0), ("OPT", 1)])
 def test_a_padding_id_that_config_json_leaves_out_is_the_familys(stem: str, padding: int, tmp_path: Path) -> None:
-    values = {k: v for k, v in COMMON.items() if k != "pad_token_id"}
+    values = without("pad_token_id")(GQA)
     own = {"head_dim": 16} if stem == "Gemma" else {"ffn_dim": 48, "word_embed_proj_dim": 32}
     model = save_head(stem, {**values, **own}, "SequenceClassification", tmp_path)
     assert model.config.pad_token_id == padding
@@ -354,7 +354,10 @@ def test_a_head_scores_the_pooled_row_that_the_user_asks_for(llama: tuple[Path, 
     model = llama[1]
     with torch.inference_mode():
         states = [model.model(torch.tensor([ids])).last_hidden_state[0] for ids in TEXTS]
-        expected = {"MEAN": [model.score(rows.mean(0)) for rows in states], "LAST": [model.score(r[-1]) for r in states]}
+        expected = {
+            "MEAN": [model.score(rows.mean(0)) for rows in states],
+            "LAST": [model.score(r[-1]) for r in states],
+        }
     for pooling_type, rows in expected.items():
         with loaded(llama[0], pooler_config={"pooling_type": pooling_type}) as llm:
             assert_same(scores(llm, TEXTS, RAW), rows)
@@ -424,9 +427,7 @@ def test_a_registered_head_is_read_from_the_checkpoint(tmp_path: Path, monkeypat
     with torch.inference_mode():
         states = [model.model(torch.tensor([ids])).last_hidden_state[0] for ids in TEXTS]
         last = [max((i for i, t in enumerate(ids) if t != 0), default=0) for ids in TEXTS]
-        expected = [
-            down(torch.nn.functional.silu(up(norm(rows[i])))) for rows, i in zip(states, last, strict=True)
-        ]
+        expected = [down(torch.nn.functional.silu(up(norm(rows[i])))) for rows, i in zip(states, last, strict=True)]
     with loaded(tmp_path) as llm:
         assert_same(scores(llm, TEXTS), [row.softmax(-1) for row in expected])
         assert_same(scores(llm, TEXTS, task="reward"), [row.softmax(-1)[1:] for row in expected])
@@ -493,13 +494,17 @@ def test_a_head_over_another_backbone_is_refused(llama: tuple[Path, Any]) -> Non
     tensors = load_file(folder / "model.safetensors")
     tensors["score.weight"] = torch.zeros(LABELS, 31)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(WeightsError, match=r"'score.weight' has shape \[3, 31\], and what comes before gives rows of 3"):
+    with pytest.raises(
+        WeightsError, match=r"'score.weight' has shape \[3, 31\], and what comes before gives rows of 3"
+    ):
         open_broken(folder)
 
 
 def test_a_head_activation_that_is_unknown_is_refused(tmp_path: Path) -> None:
     save_head("ModernBert", {**MODERN, "classifier_activation": "relu"}, "SequenceClassification", tmp_path)
-    with pytest.raises(CheckpointFormatError, match="unknown activation 'gelu_fast' in the head; known: None, tanh, re"):
+    with pytest.raises(
+        CheckpointFormatError, match="unknown activation 'gelu_fast' in the head; known: None, tanh, re"
+    ):
         open_broken(tmp_path, hf_overrides={"classifier_activation": "gelu_fast"})
 
 
@@ -520,7 +525,10 @@ def test_classify_without_a_head_says_how_to_get_one(tmp_path: Path) -> None:
 
 
 def test_a_token_head_does_not_classify_texts(tagger: tuple[Path, Any]) -> None:
-    with loaded(tagger[0]) as llm, pytest.raises(UnsupportedTaskError, match="it serves .*token_classify.* needs a hea"):
+    with (
+        loaded(tagger[0]) as llm,
+        pytest.raises(UnsupportedTaskError, match="it serves .*token_classify.* needs a hea"),
+    ):
         llm.classify([[5]], use_tqdm=False)
 
 

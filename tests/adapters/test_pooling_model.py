@@ -96,9 +96,19 @@ def test_what_is_neither_is_refused(wrong: Any) -> None:
         as_pooling_model(wrong)
 
 
-def test_a_task_that_needs_a_head_is_refused() -> None:
-    with pytest.raises(UnsupportedTaskError, match="needs a head with weights of its own"):
-        as_pooling_model(LlamaForCausalLM, "classify")
+@pytest.mark.parametrize(
+    ("task", "tasks"),
+    [
+        ("classify", ["embed", "token_embed", "classify", "token_classify", "reward"]),
+        ("token_classify", ["embed", "token_embed", "token_classify", "reward"]),
+        ("reward", ["embed", "token_embed", "reward"]),
+    ],
+)
+def test_a_class_made_for_scores_brings_an_empty_layer_for_them(task: str, tasks: list[str]) -> None:
+    model: Any = as_pooling_model(LlamaForCausalLM, task)(CONFIG)
+    assert [name.value for name in model.pooler.tasks] == tasks
+    scores = [name for name, _ in model.named_parameters() if name.startswith("score")]
+    assert scores == ([] if task == "reward" else ["score.weight"])
 
 
 def test_the_lm_head_is_never_allocated() -> None:

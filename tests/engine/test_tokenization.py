@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +92,29 @@ def test_the_length_of_a_prompt_leaves_out_a_special_token_at_its_end() -> None:
     assert load(saved(byte_tokenizer("$A"))).prompt_length("abc") == 3
 
 
-def test_an_end_token_that_only_the_settings_ask_for_is_added_once() -> None:
-    for template in ("<s> $A", "<s> $A </s>"):
-        folder = saved(byte_tokenizer(template))
-        edit_json(folder / "tokenizer_config.json", lambda config: config.update(add_eos_token=True))
-        tokenizer = load(folder)
-        assert tokenizer.encode(["ab"])[0][-2:] == [*tokenizer.encode(["b"])[0][-2:-1], 2]
-        assert tokenizer.suffix_ids == [2]
+def test_special_tokens_are_those_of_tokenizer_json_as_in_transformers() -> None:
+    folder = saved(byte_tokenizer("<s> $A"))
+    edit_json(folder / "tokenizer_config.json", lambda config: config.update(add_eos_token=True))
+    assert load(folder).encode(["ab"])[0] == AutoTokenizer.from_pretrained(folder)("ab")["input_ids"]
+
+
+@pytest.mark.parametrize("lower", [True, False])
+@pytest.mark.parametrize("strip", [True, False, None])
+def test_settings_of_a_bert_tokenizer_win_over_tokenizer_json(lower: bool, strip: bool | None) -> None:
+    folder = copy_of(tiny_bert())
+    settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": lower, "strip_accents": strip}
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["normalizer"] = {
+        "type": "BertNormalizer",
+        "clean_text": True,
+        "handle_chinese_chars": True,
+        "strip_accents": None,
+        "lowercase": not lower,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    edit_json(folder / "tokenizer_config.json", lambda config: config.update(settings))
+    text = "The CAT sat, ünïcode Ünïcode"
+    assert load(folder).encode([text])[0] == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
 
 
 def test_a_checkpoint_with_a_vocabulary_file_alone_is_tokenised() -> None:

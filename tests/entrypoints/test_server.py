@@ -557,3 +557,19 @@ def test_program_serves_the_openai_client_and_ends_at_sigterm(
     assert (numbers.usage.prompt_tokens, numbers.usage.total_tokens) == (tokens, tokens)
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0
+
+
+def test_a_body_that_never_ends_is_given_up(app: FastAPI) -> None:
+    from starlette.requests import Request
+
+    from anypool.entrypoints.serve.body import read_body
+    from anypool.entrypoints.serve.http_errors import HTTPError
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(60)
+        raise AssertionError("nobody waits that long")
+
+    http = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    with pytest.raises(HTTPError, match=r"did not arrive within 0\.05 seconds") as caught:
+        asyncio.run(read_body(http, 100, timeout_s=0.05))
+    assert caught.value.status_code == 408

@@ -222,6 +222,19 @@ def test_encoder_equals_transformers(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(packed_states(tmp_path, texts), reference_states(model, texts), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+@pytest.mark.parametrize("name", ["roberta", "xlm-roberta", "mpnet", "bert"])
+def test_padding_tokens_inside_a_text_equal_transformers(name: str, impl: str, tmp_path: Path) -> None:
+    if (name, impl) == ("mpnet", "transformers"):
+        pytest.skip("its attention does not go through transformers' interface")
+    model_cls, config_cls, changes = ENCODERS[name]
+    model = model_cls._from_config(config_cls(**{**ENCODER, **changes}), attn_implementation="eager")
+    save_random(model, tmp_path)
+    texts = [[5, 1, 6, 0, 7], [1, 1, 9], [8, 9, 1], [5, 6]]
+    actual = packed_states(tmp_path, texts, model_impl=impl)
+    torch.testing.assert_close(actual, reference_states(model, texts), atol=1e-5, rtol=0)
+
+
 def test_bert_token_types_equal_transformers(tmp_path: Path) -> None:
     model = hf.BertModel(hf.BertConfig(**ENCODER))
     save_random(model, tmp_path)

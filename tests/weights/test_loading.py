@@ -239,7 +239,18 @@ def test_a_missing_folder_file_or_config_is_named(tmp_path: Path) -> None:
         ('{"model_type": ', "config.json is not valid JSON"),
         ("\xff\xfe", "config.json is not valid JSON"),
         ("[]", "config.json is not an object"),
-        ("{}", "config.json has no model_type"),
+        ("{}", "config.json has model_type None, not a name"),
+        ('{"model_type": "bert", "architectures": [1]}', r"architectures \[1\], not a list of names"),
+        ('{"model_type": "llama", "hidden_size": "5"}', "hidden_size='5'; it must be an integer from 1 to"),
+        (
+        (
+            '{"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1e30}',
+            "it must be an integer from 1 to 10,000",
+        ),
+            "it must be an integer from 1 to 10,000",
+        ),
+        ("[" * 100_000, "is not valid JSON"),
+        ("null", "config.json holds null"),
         ('{"model_type": "bert", "architectures": ["BertModel"]}', "config.json has no 'hidden_size'"),
     ],
 )
@@ -247,6 +258,16 @@ def test_a_config_that_is_damaged_is_named(content: str, match: str) -> None:
     folder = copy_of(tiny_bert())
     (folder / "config.json").write_text(content, encoding="latin-1")
     refuse(folder, CheckpointFormatError, match)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_a_tensor_that_is_no_plain_float_is_named(dtype: torch.dtype) -> None:
+    folder = copy_of(tiny_bert())
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("query.weight"))
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    refuse(folder, WeightsError, f"{name}' is {dtype}; weights are float32")
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"not a gguf file at all" * 20])

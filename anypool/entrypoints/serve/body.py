@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TypeVar
 
 import orjson
@@ -17,15 +18,24 @@ SchemaT = TypeVar("SchemaT", bound=BaseModel)
 _LONGEST_QUOTE = 80
 
 
-async def read_body(http: Request, limit: int) -> bytes:
+async def read_body(http: Request, limit: int, *, timeout_s: float = 120.0) -> bytes:
     """The body.
 
     What is over the limit is read and thrown away, up to as much again: a client that is still sending does not see
     the answer.
 
     Raises:
-        HTTPError: It has more bytes than `limit`.
+        HTTPError: It has more bytes than `limit`, or is not all there after `timeout_s` seconds.
     """
+    try:
+        return await asyncio.wait_for(_read(http, limit), timeout_s)
+    except asyncio.TimeoutError:
+        raise HTTPError(
+            408, f"the body did not arrive within {timeout_s:g} seconds", code="request_timeout"
+        ) from None
+
+
+async def _read(http: Request, limit: int) -> bytes:
     chunks: list[bytes] = []
     size = 0
     async for chunk in http.stream():

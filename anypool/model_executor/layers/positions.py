@@ -26,7 +26,5 @@ def positions_after_padding(
     counts_T = input_ids_T != padding_id
     if bool(counts_T.all()):
         return positions_T + padding_id + 1
-    counted_T = torch.cat(
-        [part.cumsum(0) for part in counts_T.to(torch.int64).split(attn.lengths)]
-    )
+    counted_T = torch.cat([part.cumsum(0) for part in counts_T.to(torch.int64).split(attn.lengths)])
     return counted_T * counts_T + padding_id

@@ -95,7 +95,9 @@ class PickleCheckpoint(Checkpoint):
                 raise CheckpointFormatError(f"{file} is not a table of tensors by name")
             twice = sorted(self._tensors.keys() & stored.keys())
             if twice:
-                raise CheckpointFormatError(f"{file} holds tensors that another shard holds too: {', '.join(twice[:5])}")
+                raise CheckpointFormatError(
+                    f"{file} holds tensors that another shard holds too: {', '.join(twice[:5])}"
+                )
             self._tensors.update(stored)
 
     def names(self) -> list[str]:
@@ -145,7 +147,7 @@ def _files(folder: Path, name: str) -> list[Path]:
         return []
     try:
         shards = sorted({folder / file for file in json.loads(index.read_text())["weight_map"].values()})
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointFormatError(f"{index} is not a valid index: {error!r}") from error
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:

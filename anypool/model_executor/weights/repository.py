@@ -68,9 +68,12 @@ class Repository:
         if self.gguf is not None or not path.is_file():
             return None
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
             raise CheckpointFormatError(f"{self.name}: {name} is not valid JSON: {error}") from error
+        if content is None:  # which must not pass for a file that is not there
+            raise CheckpointFormatError(f"{self.name}: {name} holds null")
+        return content
 
     def read_object(self, name: str) -> dict[str, Any] | None:
         """The parsed file, which must hold an object, or None where there is none."""

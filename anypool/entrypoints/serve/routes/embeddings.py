@@ -35,12 +35,13 @@ _REQUEST_BODY = {
 async def create_embeddings(http: Request) -> Response:
     """Embeds texts or token ids."""
     body = await read_body(http, http.app.state.max_body_bytes)
-    content = await unless_gone(http, _embed(http.app.state.engine, body))
+    content = await unless_gone(http, _embed(http.app.state.engine, body, http.app.state.preparing))
     return Response(content, media_type="application/json")
 
 
-async def _embed(engine: Engine, body: bytes) -> bytes:
-    asked, requests = await asyncio.to_thread(_prepare, engine, body)
+async def _embed(engine: Engine, body: bytes, preparing: asyncio.Semaphore) -> bytes:
+    async with preparing:
+        asked, requests = await asyncio.to_thread(_prepare, engine, body)
     try:
         engine.submit(requests, bounded=True)
         vectors_E = await asyncio.gather(*(asyncio.wrap_future(request.future) for request in requests))
