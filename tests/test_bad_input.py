@@ -224,6 +224,42 @@ def test_dimensions_that_are_no_number_are_refused(dimensions: Any) -> None:
     refuse(lambda: PoolingParams(dimensions=dimensions), InvalidParameterError, "is not a positive integer")
 
 
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"use_activation": 1}, "use_activation=1 is not a bool"),
+        ({"softmax": 1}, "softmax=1 is not a bool"),
+        ({"activation": "sine"}, "activation='sine' is unknown; known: none, sigmoid, softmax"),
+        ({"activation": 3}, "activation=3 is unknown"),
+        ({"activation": "softmax", "use_activation": False}, "use_activation=False contradicts activation='softmax'"),
+        ({"activation": "none", "use_activation": True}, "use_activation=True contradicts activation='none'"),
+        ({"activation": "none", "softmax": True}, "are the same setting: give activation"),
+        ({"step_tag_id": "x"}, "step_tag_id='x' is not a token id"),
+        ({"step_tag_id": True}, "step_tag_id=True is not a token id"),
+        ({"returned_token_ids": 5}, "returned_token_ids=5 is not a list of column numbers"),
+        ({"returned_token_ids": []}, r"returned_token_ids=\[\] is not a list of column numbers"),
+        ({"returned_token_ids": "12"}, "returned_token_ids='12' is not a list of column numbers"),
+    ],
+    ids=str,
+)
+def test_parameters_of_scores_that_are_wrong_are_refused(fields: dict[str, Any], match: str) -> None:
+    refuse(lambda: PoolingParams(**fields), InvalidParameterError, match)
+
+
+def test_normalize_and_use_activation_must_agree(llm: LLM) -> None:
+    params = PoolingParams(normalize=True, use_activation=False)
+    refuse(lambda: llm.embed("cat", params, use_tqdm=False), InvalidParameterError, "contradict each other")
+
+
+def test_old_arguments_that_contradict_new_ones_are_refused() -> None:
+    for arguments, match in (
+        ({"task": "embed", "convert": "reward"}, "task='embed' contradicts convert='reward': give convert"),
+        ({"pooler_config": {}, "override_pooler_config": {}}, "are the same setting: give pooler_config"),
+    ):
+        with pytest.warns(DeprecationWarning, match="is old"):
+            refuse(lambda a=arguments: LLM(tiny_bert(), device="cpu", **a), ConfigError, match)  # type: ignore[misc]
+
+
 def test_dimensions_that_the_model_does_not_have_are_refused(llm: LLM, submitted: list[Any]) -> None:
     params = PoolingParams(dimensions=33)
     refuse(lambda: llm.embed("cat", params, use_tqdm=False), InvalidParameterError, "it supports 1 to 32")
@@ -299,6 +335,9 @@ def test_tasks_that_are_unknown_or_not_served_are_refused(llm: LLM, submitted: l
         ({"device": "tpu"}, "device='tpu' is unknown; known: auto, cpu, cuda"),
         ({"convert": "rank"}, "convert='rank' is unknown; known: auto, none, embed, classify, reward"),
         ({"convert": "classify"}, "has no classification head. Load a checkpoint saved as"),
+        ({"convert": "none"}, "convert='none': BertModel is not a pooling model"),
+        ({"task": "sing"}, "task='sing' is unknown, and old: use convert= one of auto, none, embed, classify, reward"),
+        ({"task": ["embed"]}, r"task=\['embed'\] is unknown"),
         ({"skip_tokenizer_init": "no"}, "skip_tokenizer_init='no' is not a bool"),
         ({"tokenizer": 5}, "tokenizer=5 is not a str"),
         ({"device": "cpu:abc"}, "device='cpu:abc' is unknown"),
@@ -345,13 +384,39 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"seq_pooling_type": "ALL"}, "unknown seq_pooling_type 'ALL'; known: CLS"),
+        ({"pooling_type": "SOME"}, "unknown pooling_type 'SOME'; known: CLS, .*, ALL, STEP"),
+        ({"seq_pooling_type": "ALL"}, "unknown seq_pooling_type 'ALL'; known: CLS, LAST, MEAN"),
+        ({"tok_pooling_type": "MEAN"}, "unknown tok_pooling_type 'MEAN'; known: ALL, STEP"),
+        ({"pooling_type": "MEAN+ALL"}, r"pooling_type='MEAN\+ALL': ALL and STEP cannot be concatenated"),
+        ({"tok_pooling_type": "ALL+STEP"}, "ALL and STEP cannot be concatenated"),
+        ({"pooling_type": "ALL", "tok_pooling_type": "STEP"}, "are the same setting: give one of them"),
         ({"pooling_type": 3}, "pooling_type=3 is not a string"),
         ({"pooling_type": "MEAN+"}, "unknown pooling_type ''"),
         ({"pooling_type": "MEAN", "seq_pooling_type": "CLS"}, "are the same setting: give one of them"),
+        ({"seq_pooling_type": 3}, "seq_pooling_type=3 is not a string"),
         ({"normalize": 1}, "normalize=1 is not a bool"),
+        ({"use_activation": "no"}, "use_activation='no' is not a bool"),
         ({"dimensions": 0}, "dimensions=0 is not a positive integer"),
+        ({"activation": "sine"}, "unknown activation 'sine'; known: none, sigmoid, softmax"),
+        ({"activation": ["softmax"]}, r"unknown activation \['softmax'\]"),
+        ({"activation": "softmax", "use_activation": False}, "use_activation=False contradicts activation='softmax'"),
+        ({"activation": "none", "use_activation": True}, "use_activation=True contradicts activation='none'"),
+        ({"logit_mean": "0"}, "logit_mean='0' is not a finite number"),
+        ({"logit_mean": float("nan")}, "logit_mean=nan is not a finite number"),
+        ({"logit_sigma": True}, "logit_sigma=True is not a finite number"),
+        ({"logit_sigma": 0}, "logit_sigma=0 would divide by zero"),
+        ({"logit_bias": 1.0, "logit_mean": 1.0}, "logit_bias and logit_mean are the same setting: give logit_mean"),
+        ({"logit_scale": 1.0, "logit_sigma": 1.0}, "logit_scale and logit_sigma are the same setting"),
+        ({"logit_scale": 0}, "logit_scale=0 would make every score the same"),
+        ({"logit_scale": "2"}, "logit_scale='2' is not a finite number"),
+        ({"step_tag_id": "x"}, "step_tag_id='x' is not a token id"),
+        ({"returned_token_ids": 5}, "returned_token_ids=5 is not a list of numbers"),
+        ({"returned_token_ids": []}, r"returned_token_ids=\[\] is not a list of numbers"),
+        ({"returned_token_ids": ["a"]}, r"returned_token_ids=\['a'\] is not a list of numbers"),
+        ({"enable_chunked_processing": True}, "are not supported by this version; split long texts"),
+        ({"max_embed_len": 9000}, "are not supported by this version; split long texts"),
     ],
+    ids=str,
 )
 def test_pooler_settings_that_are_wrong_are_refused(settings: dict[str, Any], match: str) -> None:
     refuse(lambda: PoolerConfig(**settings), ConfigError, match)

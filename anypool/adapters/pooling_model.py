@@ -96,7 +96,8 @@ def as_pooling_model(model_cls: type[nn.Module], task: PoolingTask | str = Pooli
     class and task. `compute_logits` is gone, the LM head is not built, and `pooler` holds a pooler per task.
 
     It is built from a `ModelConfig` and, where it has one, a `Head`. A class made for "classify" or "token_classify"
-    that is given none has an empty linear layer `score` of `config.head.labels` rows.
+    that is given none has an empty linear layer `score` of `config.head.labels` rows, over the row that transformers'
+    decoders score, the last token that is no padding, or for an encoder the one that the class pools.
 
     Args:
         model_cls: A causal LM (it has `compute_logits`), an encoder (`attn_type = "encoder_only"`), or a class that

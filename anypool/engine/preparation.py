@@ -83,11 +83,12 @@ class Preparation:
                 param="prompt_name",
             )
         texts = iter(self._encode([prefix + prompt for prompt in checked if isinstance(prompt, str)]))
-        pieces = self._pieces([prompt for prompt in checked if isinstance(prompt, TemplatedPrompt)])
+        pieces = self._pieces(checked, prefix)
         requests = []
         for index, (prompt, plan) in enumerate(zip(checked, plans, strict=True)):
             if isinstance(prompt, TextPair):
-                tokens = self._pair(prompt, index, limit, side, prefix, skip)
+                first, second = pieces[prefix + prompt.first], pieces[prompt.second]
+                tokens = self._pair(first, second, index, limit, side, skip)
             elif isinstance(prompt, TemplatedPrompt):
                 tokens = self._templated(prompt, pieces, index, limit)
             else:
@@ -222,21 +223,29 @@ class Preparation:
             return truncate(ids, limit, side=side)
         return truncate(ids, limit, side=side, prefix=self.tokenizer.prefix_ids, suffix=self.tokenizer.suffix_ids)
 
-    def _pair(self, pair: TextPair, index: int, limit: int | None, side: str, prefix: str, skip: int) -> _Tokens:
+    def _pieces(self, prompts: Sequence[object], prefix: str) -> dict[str, list[int]]:
+        """Ids of every text in pairs and templated prompts, each tokenised once: most come back in every prompt."""
+        found: dict[str, None] = {}
+        for prompt in prompts:
+            if isinstance(prompt, TextPair):
+                found |= dict.fromkeys((prefix + prompt.first, prompt.second))
+            elif isinstance(prompt, TemplatedPrompt):
+                found |= dict.fromkeys(prompt.pieces)
+        if not found:
+            return {}
+        texts = list(found)
+        return dict(zip(texts, self._need_tokenizer().encode(texts, special_tokens=False), strict=True))
+
+    def _pair(
+        self, first: list[int], second: list[int], index: int, limit: int | None, side: str, skip: int
+    ) -> _Tokens:
         """Two texts with the tokenizer's own pair template; the longer of them is cut first."""
         tokenizer = self._need_tokenizer()
-        ids, types, full = tokenizer.encode_pair(prefix + pair.first, pair.second, limit, side=side)
+        ids, types, full = tokenizer.join_pair(first, second, limit, side=side)
         if limit is None and full > self.max_model_len:
             raise self._too_long(index, full)
         has_types = tokenizer.has_segments and self.loaded.config.type_vocab_size > 1
         return _Tokens(ids, full - len(ids), types=types if has_types else None, skip=skip)
-
-    def _pieces(self, prompts: Sequence[TemplatedPrompt]) -> dict[str, list[int]]:
-        """Ids of every piece of some prompts, each tokenised once: most pieces come back in every prompt."""
-        if not prompts:
-            return {}
-        texts = list(dict.fromkeys(piece for prompt in prompts for piece in prompt.pieces))
-        return dict(zip(texts, self._need_tokenizer().encode(texts, special_tokens=False), strict=True))
 
     def _templated(
         self, prompt: TemplatedPrompt, pieces: Mapping[str, list[int]], index: int, limit: int | None

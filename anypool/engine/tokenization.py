@@ -8,6 +8,8 @@ after it, so a text always ends as the model expects.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from anypool.errors import CheckpointFormatError, ConfigError, InvalidPromptError
@@ -18,6 +20,23 @@ if TYPE_CHECKING:
 
 # transformers writes 1e30 where a tokenizer has no limit.
 _NO_LIMIT = 10**12
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PairTemplate:
+    """Special tokens of a pair.
+
+    Attributes:
+        ids, types: Of the special tokens alone.
+        first, second: Before which of them each text stands.
+        segments: Segment ids of the two texts.
+    """
+
+    ids: tuple[int, ...]
+    types: tuple[int, ...]
+    first: int
+    second: int
+    segments: tuple[int, int]
 
 
 class Tokenizer:
@@ -89,34 +108,54 @@ class Tokenizer:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
         return [encoding.ids for encoding in encodings]
 
-    def encode_pair(
-        self, first: str, second: str, limit: int | None, *, side: str = "right"
+    def join_pair(
+        self, first: Sequence[int], second: Sequence[int], limit: int | None, *, side: str = "right"
     ) -> tuple[list[int], list[int], int]:
         """Two texts as one prompt, in the tokenizer's pair template.
 
         Args:
-            first: The first text.
-            second: The second text.
+            first: Token ids of the first text, without special tokens.
+            second: Those of the second text.
             limit: Longest result; the longer text is cut, then both alike. None cuts nothing.
             side: "right" or "left": which end of the texts is cut.
 
         Returns:
             Token ids, segment ids, and how many ids there were before cutting.
         """
-        one, two = self._backend.encode_batch([first, second], add_special_tokens=False)
-        special = self._backend.num_special_tokens_to_add(True)
-        full = len(one) + len(two) + special
+        template = self._pair_template
+        full = len(template.ids) + len(first) + len(second)
         if limit is not None and full > limit:
-            if limit < special:
+            room = limit - len(template.ids)
+            if room < 0:
                 raise InvalidPromptError(
-                    f"truncate_prompt_tokens={limit} leaves no room: the special tokens alone are {special}",
+                    f"truncate_prompt_tokens={limit} leaves no room: the special tokens alone are {len(template.ids)}",
                     param="truncate_prompt_tokens",
                 )
-            keep_one, keep_two = longest_first(len(one), len(two), limit - special)
-            one.truncate(keep_one, direction=side)
-            two.truncate(keep_two, direction=side)
-        joined = self._backend.post_process(one, two, True)
-        return joined.ids, joined.type_ids, full
+            keep_first, keep_second = longest_first(len(first), len(second), room)
+            first, second = _keep(first, keep_first, side), _keep(second, keep_second, side)
+        ids, types = list(template.ids), list(template.types)
+        for text, place, segment in (
+            (second, template.second, template.segments[1]),  # from the end, so that the places still hold
+            (first, template.first, template.segments[0]),
+        ):
+            ids[place:place] = text
+            types[place:place] = [segment] * len(text)
+        return ids, types, full
+
+    @cached_property
+    def _pair_template(self) -> _PairTemplate:
+        """What the tokenizer puts around and between two texts, read off a pair of one token each."""
+        text, _ = self._probe()
+        pair = self._backend.encode(text, text, add_special_tokens=True)
+        of_first, of_second = ([i for i, n in enumerate(pair.sequence_ids) if n == side] for side in (0, 1))
+        special = [i for i, side in enumerate(pair.sequence_ids) if side is None]
+        return _PairTemplate(
+            ids=tuple(pair.ids[i] for i in special),
+            types=tuple(pair.type_ids[i] for i in special),
+            first=sum(i < of_first[0] for i in special),
+            second=sum(i < of_second[0] for i in special),
+            segments=(pair.type_ids[of_first[0]], pair.type_ids[of_second[0]]),
+        )
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """Start and end in characters of each token of a text; (0, 0) for the special tokens around it."""
@@ -159,16 +198,25 @@ class Tokenizer:
         ids = self.encode([prompt])[0]
         return len(ids) - (1 if ids and ids[-1] in self.special_ids else 0)
 
-    def _surroundings(self) -> tuple[list[int], list[int]]:
-        for probe in ("a", "0", ".", "the"):
-            bare = self._backend.encode(probe, add_special_tokens=False).ids
-            if bare:
+    def _probe(self) -> tuple[str, list[int]]:
+        """A text that has tokens, and their ids."""
+        for text in ("a", "0", ".", "the"):
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            if ids:
                 break
+        return text, ids
+
+    def _surroundings(self) -> tuple[list[int], list[int]]:
+        probe, bare = self._probe()
         full = self._backend.encode(probe, add_special_tokens=True).ids
         for start in range(len(full) - len(bare) + 1):
             if full[start : start + len(bare)] == bare:
                 return full[:start], full[start + len(bare) :]
         raise CheckpointFormatError("the tokenizer's special tokens do not stand before and after the text")
+
+
+def _keep(ids: Sequence[int], count: int, side: str) -> Sequence[int]:
+    return ids[:count] if side == "right" else ids[len(ids) - count :]
 
 
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:

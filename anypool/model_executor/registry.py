@@ -104,9 +104,7 @@ class _Registry:
                     return own
                 path = own or _native_path(name)
                 if path is not None:
-                    module, _, class_name = path.partition(":")
-                    cls: type[nn.Module] = getattr(importlib.import_module(module), class_name)
-                    return cls
+                    return _import(name, path)
         if model_impl == "native":
             raise self._unknown(architecture, "has no native class")
         return self._transformers_cls(architecture, config.model_type)
@@ -142,6 +140,17 @@ def _backbone_names(architecture: str) -> tuple[str, ...]:
         return ()
     stem = architecture.removesuffix(suffix)
     return tuple(stem + ending for ending in ("ForCausalLM", "LMHeadModel", "Model"))
+
+
+def _import(architecture: str, path: str) -> type[nn.Module]:
+    module, _, class_name = path.partition(":")
+    try:
+        cls = getattr(importlib.import_module(module), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{architecture} is registered as {path!r}, which cannot be imported: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise ConfigError(f"{architecture} is registered as {path!r}, which is {cls!r} and not an nn.Module class")
+    return cls
 
 
 def _native_path(architecture: str) -> str | None:

@@ -509,7 +509,7 @@ def test_a_head_activation_that_is_unknown_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_head_names_what_is_known(llama: tuple[Path, Any]) -> None:
-    with pytest.raises(UnsupportedArchitectureError, match="'LlamaForDancing' is not known.*ForSequenceClassification"):
+    with pytest.raises(UnsupportedArchitectureError, match=r"'LlamaForDancing' is not known.*ForSequenceClass"):
         open_broken(llama[0], hf_overrides={"architectures": ["LlamaForDancing"]})
 
 
@@ -527,7 +527,7 @@ def test_classify_without_a_head_says_how_to_get_one(tmp_path: Path) -> None:
 def test_a_token_head_does_not_classify_texts(tagger: tuple[Path, Any]) -> None:
     with (
         loaded(tagger[0]) as llm,
-        pytest.raises(UnsupportedTaskError, match="it serves .*token_classify.* needs a hea"),
+        pytest.raises(UnsupportedTaskError, match=r"it serves .*token_classify.* needs a hea"),
     ):
         llm.classify([[5]], use_tqdm=False)
 

@@ -10,12 +10,18 @@ from torch import nn
 
 import anypool
 from anypool import as_pooling_model, is_pooling_model, is_text_generation_model
-from anypool.errors import UnsupportedTaskError
+from anypool.adapters.heads import Head, HeadRecipe
+from anypool.adapters.pooling_model import PoolingMixin
+from anypool.errors import InvalidParameterError, UnsupportedTaskError
 from anypool.model_executor.layers.rotary import RopeConfig
-from anypool.model_executor.model_config import FULL, ModelConfig
+from anypool.model_executor.model_config import FULL, HeadConfig, ModelConfig
 from anypool.model_executor.models.bert import BertModel
+from anypool.model_executor.models.interfaces import is_encoder_model
 from anypool.model_executor.models.llama import LlamaForCausalLM
 from anypool.model_executor.models.transformers_backend import TransformersForCausalLM, TransformersModel
+from anypool.model_executor.packed_batch import PackedBatch
+from anypool.pooling.plan import PoolingPlan
+from anypool.pooling.tasks import PoolingTask
 
 CONFIG = ModelConfig(
     name="tiny",
@@ -74,15 +80,25 @@ def test_the_same_class_comes_back_each_time() -> None:
         (TransformersForCausalLM, "embed", "TransformersForEmbedding"),
         (TransformersModel, "embed", "TransformersForEmbedding"),
         (BertModel, "embed", "BertForEmbedding"),
+        (LlamaForCausalLM, "classify", "LlamaForSequenceClassification"),
+        (LlamaForCausalLM, "reward", "LlamaForReward"),
+        (LlamaForCausalLM, "token_classify", "LlamaForTokenClassification"),
+        (BertModel, "classify", "BertForSequenceClassification"),
+        (BertModel, "reward", "BertForReward"),
         (ForeignForCausalLM, "embed", "ForeignForEmbedding"),
     ],
 )
 def test_it_is_a_subclass_named_after_the_task(model_cls: type[nn.Module], task: str, name: str) -> None:
-    pooling_cls = as_pooling_model(model_cls, task)
+    pooling_cls: Any = as_pooling_model(model_cls, task)
     assert issubclass(pooling_cls, model_cls)
     assert pooling_cls.__name__ == name
     assert is_pooling_model(pooling_cls)
     assert not is_text_generation_model(pooling_cls)
+    assert pooling_cls.__mro__[:3] == (pooling_cls, PoolingMixin, model_cls)
+    assert pooling_cls.__module__ == model_cls.__module__
+    assert pooling_cls.pooling_task is PoolingTask(task)
+    assert is_encoder_model(pooling_cls) == is_encoder_model(model_cls)
+    assert not is_pooling_model(model_cls), "the class that it was made from is as it was"
 
 
 def test_a_pooling_model_is_returned_unchanged() -> None:
@@ -109,6 +125,77 @@ def test_a_class_made_for_scores_brings_an_empty_layer_for_them(task: str, tasks
     assert [name.value for name in model.pooler.tasks] == tasks
     scores = [name for name, _ in model.named_parameters() if name.startswith("score")]
     assert scores == ([] if task == "reward" else ["score.weight"])
+
+
+def test_an_unknown_task_is_refused() -> None:
+    with pytest.raises(InvalidParameterError, match="'score' is unknown; known: embed, classify, reward, token_embed"):
+        as_pooling_model(LlamaForCausalLM, "score")
+
+
+STATES = {"embed": 16, "token_embed": 16}
+
+
+@pytest.mark.parametrize(
+    ("model_cls", "task", "columns"),
+    [
+        (LlamaForCausalLM, "embed", {**STATES, "reward": 16}),
+        (LlamaForCausalLM, "token_embed", {**STATES, "reward": 16}),
+        (LlamaForCausalLM, "reward", {**STATES, "reward": 16}),
+        (LlamaForCausalLM, "classify", {**STATES, "classify": 3, "token_classify": 3, "reward": 3}),
+        (LlamaForCausalLM, "token_classify", {**STATES, "token_classify": 3, "reward": 3}),
+        (BertModel, "embed", STATES),
+        (BertModel, "reward", {**STATES, "reward": 16}),
+        (BertModel, "classify", {**STATES, "classify": 3, "token_classify": 3, "reward": 3}),
+    ],
+)
+def test_a_class_built_without_a_checkpoint_runs(
+    model_cls: type[nn.Module], task: str, columns: dict[str, int]
+) -> None:
+    model: Any = as_pooling_model(model_cls, task)(CONFIG.replace(head=HeadConfig(labels=3), type_vocab_size=2))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():  # their memory is not initialised
+        parameter.detach().copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    assert {str(served) for served in model.pooler.tasks} == set(columns)
+    texts = [[5, 6, 0], [7, 8, 9, 1, 0, 0, 4], [3]]
+    batch = PackedBatch.pack(texts, device=torch.device("cpu"), pad_token_id=0)
+    hidden_TD = model(batch.input_ids_T, batch.positions_T, batch.attn).detach()
+    for served, width in columns.items():
+        groups = model.pooler(hidden_TD, batch.segments, [PoolingPlan(task=PoolingTask(served))] * len(texts))
+        found: dict[int, torch.Tensor] = {}
+        for group in groups:
+            parts = group.values.unbind(0) if group.rows is None else group.values.split(group.rows)
+            found |= dict(zip(group.requests, parts, strict=True))
+        for i, rows in enumerate(hidden_TD.split([len(ids) for ids in texts])):
+            expected = rows if width == 16 else rows @ model.score.weight.T
+            if served in ("embed", "classify") or (served, task) == ("reward", "classify"):
+                # A causal LM scores its last token that is no padding; an encoder pools as it does for embeddings.
+                last = (1, 6, 0)[i] if width == 3 else -1
+                expected = expected.mean(dim=0) if model_cls is BertModel else expected[last]
+            torch.testing.assert_close(found[i], expected, atol=1e-6, rtol=1e-6)
+
+
+def test_a_class_without_a_count_of_labels_has_two() -> None:
+    model: Any = as_pooling_model(LlamaForCausalLM, "classify")(CONFIG)
+    assert model.score.weight.shape == (2, 16)
+
+
+def test_a_class_scores_with_the_head_that_it_is_given() -> None:
+    module = nn.Linear(16, 5)
+    head = Head(module=module, recipe=HeadRecipe(layers=(), token_level=True), labels=5)
+    model: Any = as_pooling_model(LlamaForCausalLM, "token_classify")(CONFIG, head)
+    assert model.pooler[PoolingTask.TOKEN_CLASSIFY].head is module
+    assert not hasattr(model, "score")
+
+
+def test_a_subclass_of_a_pooling_class_is_one() -> None:
+    base: Any = as_pooling_model(LlamaForCausalLM, "classify")
+
+    class Mine(base):  # type: ignore[misc]
+        """A user's own."""
+
+    assert is_pooling_model(Mine)
+    assert as_pooling_model(Mine, "embed") is Mine
+    assert Mine(CONFIG).pooler.tasks == base(CONFIG).pooler.tasks
 
 
 def test_the_lm_head_is_never_allocated() -> None:

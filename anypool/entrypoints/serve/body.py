@@ -30,9 +30,7 @@ async def read_body(http: Request, limit: int, *, timeout_s: float = 120.0) -> b
     try:
         return await asyncio.wait_for(_read(http, limit), timeout_s)
     except asyncio.TimeoutError:
-        raise HTTPError(
-            408, f"the body did not arrive within {timeout_s:g} seconds", code="request_timeout"
-        ) from None
+        raise HTTPError(408, f"the body did not arrive within {timeout_s:g} seconds", code="request_timeout") from None
 
 
 async def _read(http: Request, limit: int) -> bytes:
