@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -129,13 +129,23 @@ def causal_lm(
 @torch.inference_mode()
 def logits(folder: Path, prompts: Sequence[list[int]]) -> torch.Tensor:
     """Logits after the last token of each prompt, `[N, V]` float32, by the whole causal LM."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = _model(folder)
     return torch.stack([model(torch.tensor([ids])).logits[0, -1] for ids in prompts])
+
+
+@lru_cache(maxsize=8)
+def _model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@lru_cache(maxsize=8)
+def _words(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def ids_of(folder: Path, *texts: str) -> list[int]:
     """Ids of pieces, each tokenised by itself without special tokens, joined."""
-    words = AutoTokenizer.from_pretrained(folder)
+    words = _words(folder)
     return [i for text in texts for i in words(text, add_special_tokens=False)["input_ids"]]
 
 

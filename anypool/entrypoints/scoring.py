@@ -6,8 +6,9 @@ model compares vectors, and a late-interaction model compares token vectors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, ValuesView
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -58,6 +59,7 @@ def as_query_and_documents(query: str, documents: Sequence[str]) -> tuple[list[s
     """
     if not isinstance(query, str):
         raise InvalidPromptError(f"query={query!r} is not a text", param="query")
+    check_text(query, "query")
     if isinstance(documents, str):
         raise InvalidPromptError(f"documents={documents!r} is one text; give a list of texts", param="documents")
     listed = _texts(documents, "documents")
@@ -65,16 +67,18 @@ def as_query_and_documents(query: str, documents: Sequence[str]) -> tuple[list[s
 
 
 def _texts(data: str | Sequence[str], name: str) -> list[str]:
-    listed = [data] if isinstance(data, str) else data
-    if not isinstance(listed, (list, tuple)):
+    given: Any = [data] if isinstance(data, str) else data
+    given = given.tolist() if hasattr(given, "tolist") else given  # numpy arrays of texts, and columns of tables
+    if not isinstance(given, (Sequence, Iterator, ValuesView)) or isinstance(given, (bytes, bytearray, memoryview)):
         raise InvalidPromptError(
             f"{name} must be a text or a list of texts, and is of type {type(data).__name__}", param=name
         )
+    listed = list(given)
     for index, text in enumerate(listed):
         if not isinstance(text, str):
             raise InvalidPromptError(f"{name} has {text!r} at {index}, which is not a text", param=name)
         check_text(text, f"{name} {index}")
-    return list(listed)
+    return listed
 
 
 def score_pairs(
@@ -106,9 +110,10 @@ def score_pairs(
         UnsupportedTaskError: The model gives several labels, of which none is the score.
     """
     loaded = engine.loaded
-    head = loaded.head
     by_tokens = getattr(loaded.model, "score_type", None) == "late-interaction"
-    if by_tokens or head is None or head.recipe.token_level:
+    scores = loaded.defaults.scores.get(PoolingTask.CLASSIFY)
+    # A class with a pooler of its own may classify single texts and embed them as well.
+    if by_tokens or scores is None or (loaded.head is None and scores.columns != 1):
         for name, given in (("chat_template", template), ("instruction", instruction)):
             if given is not None:
                 raise InvalidParameterError(
@@ -117,9 +122,9 @@ def score_pairs(
         if by_tokens:
             return _late_interaction(run, left, right, params, options)
         return _embeddings(engine, run, left, right, params, options, roles)
-    if head.labels != 1:
+    if scores.columns != 1:
         raise UnsupportedTaskError(
-            f"{loaded.config.name} has {head.labels} labels, and a score is one number: "
+            f"{loaded.config.name} has {scores.columns} labels, and a score is one number: "
             "call classify() and choose a label",
             param="task",
         )

@@ -135,8 +135,8 @@ def _is_right(key: str, value: Any) -> tuple[bool, str]:
         return isinstance(value, str), "a name"
     if key in _TABLES:
         return isinstance(value, Mapping), "an object"
-    if key == "layer_types":
-        return isinstance(value, list) and all(isinstance(kind, str) for kind in value), "a list of names"
+    if key in ("classifier_from_token", "layer_types"):
+        return isinstance(value, (list, tuple)) and all(isinstance(kind, str) for kind in value), "a list of names"
     return True, ""
 
 

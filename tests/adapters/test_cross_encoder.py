@@ -263,7 +263,7 @@ def test_segments_change_the_scores_of_bert() -> None:
     assert (assert_same(bert()) - assert_same(bert_without_segments())).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize(("limit", "side"), [(31, "left"), (31, "right"), (64, "right")])
+@pytest.mark.parametrize(("limit", "side"), [(31, "left"), (64, "right")])
 def test_pairs_over_the_limit_give_the_reference_scores(classifier: Path, limit: int, side: str) -> None:
     folder = copy_of(classifier)
     edit_json(
@@ -284,7 +284,7 @@ def test_pairs_are_cut_to_any_limit_as_transformers_cuts_them(checkpoint: Callab
     theirs = AutoTokenizer.from_pretrained(checkpoint(), truncation_side=side)
     ours = Tokenizer.load(Repository.open(str(checkpoint())))
     # transformers takes minutes to cut long texts to a few tokens: it keeps every pair of the parts it cuts off
-    texts = ["", "a", "cat mat", "a long story: the cat"]
+    texts = ["", "a", "cat mat", "a story: cat"]
     for first, second in itertools.product(texts, texts):
         ids = ours.encode([first, second], special_tokens=False)
         special = len(ours.join_pair([], [], None)[0])

@@ -295,12 +295,12 @@ def test_a_cross_encoders_activation_that_is_unknown_is_refused_by_its_file(llam
 
 
 def test_scores_are_calibrated_before_the_activation(llama: tuple[Path, Any]) -> None:
-    config = PoolerConfig(logit_mean=0.25, logit_sigma=0.5)
-    expected = [((row - 0.25) / 0.5).softmax(-1) for row in logits_of(llama[1], TEXTS)]
+    config = PoolerConfig(logit_mean=0.25, logit_sigma=0.5, activation="sigmoid")
+    expected = [((row - 0.25) / 0.5).sigmoid() for row in logits_of(llama[1], TEXTS)]
     with loaded(llama[0], pooler_config=config) as llm:
         assert_same(scores(llm, TEXTS), expected)
     with pytest.warns(DeprecationWarning, match=r"logit_(bias|scale)=\) is old: use logit_(mean|sigma)=") as caught:
-        old = PoolerConfig(logit_bias=0.25, logit_scale=2.0)
+        old = PoolerConfig(logit_bias=0.25, logit_scale=2.0, activation="sigmoid")
     assert [Path(one.filename).name for one in caught] == [Path(__file__).name] * 2
     assert old == config
 

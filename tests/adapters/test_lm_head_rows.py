@@ -50,14 +50,15 @@ def assert_rows(folder: Path, **engine: Any) -> None:
         assert_close(classified(llm), expected_NC.softmax(dim=-1))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [*((family, tied) for family in FAMILIES if family != "cohere" for tied in (False, True)), ("cohere", True)],
+)
 def test_rows_give_the_logits_of_the_whole_model(family: str, tied: bool) -> None:
     assert_rows(causal_lm(family, tied=tied))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", False), ("gemma2", True)])
 def test_rows_through_the_transformers_backend_give_the_same(family: str, tied: bool) -> None:
     assert_rows(causal_lm(family, tied=tied), model_impl="transformers")
 
@@ -150,8 +151,8 @@ def test_the_keys_are_read_from_config_json_too() -> None:
         ({**TWO, "classifier_from_token": ["no", ""]}, "'' is not one token.*it is 0"),
         ({**TWO, "classifier_from_token": ["no", "yes", "1"]}, r"two tokens \[false, true\].*\['no', 'yes', '1'\]"),
         ({**TWO, "classifier_from_token": ["yes"]}, r"two tokens \[false, true\].*\['yes'\]"),
-        ({**TWO, "classifier_from_token": "yes"}, r"classifier_from_token.*'yes'"),
-        ({**TWO, "classifier_from_token": [3, 4]}, r"classifier_from_token.*3"),
+        ({**TWO, "classifier_from_token": "yes"}, "classifier_from_token='yes'; it must be a list of names"),
+        ({**TWO, "classifier_from_token": [3, 4]}, r"classifier_from_token=\[3, 4\]; it must be a list of names"),
         ({**TWO, "method": "from_3_way"}, "method='from_3_way' is unknown.*known: from_2_way_softmax, no_post"),
         ({"classifier_from_token": ["no", "yes"]}, "method=None is unknown.*known: from_2_way_softmax, no_post"),
         ({"method": "no_post_processing"}, "needs classifier_from_token"),
@@ -173,5 +174,5 @@ def test_a_checkpoint_without_an_lm_head_is_refused() -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(CheckpointFormatError, match="no LM head to take rows from.*the input embedding is not tied"):
+    with pytest.raises(CheckpointFormatError, match=r"no LM head to take rows from.*the input embedding is not tied"):
         LLM(folder, device="cpu", hf_overrides=TWO)

@@ -26,9 +26,11 @@ def texts(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int]:
     """States, ids with many pads and tags among them, and how many leading tokens are skipped."""
     length = draw(lengths)
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    rows_TD = torch.randn(length, DIM, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))).to(dtype)
-    ids = draw(st.lists(st.sampled_from([PAD, TAG, 2, 3]), min_size=length, max_size=length))
-    return rows_TD, torch.tensor(ids), draw(st.integers(0, length - 1))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    rows_TD = torch.randn(length, DIM, generator=generator).to(dtype)
+    kinds = draw(st.sampled_from([1, 2, 4]))  # of ids: pads alone, pads and tags, others too
+    ids_T = torch.randint(0, kinds, (length,), generator=generator)
+    return rows_TD, ids_T, draw(st.integers(0, length - 1))
 
 
 @st.composite

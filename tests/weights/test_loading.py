@@ -243,10 +243,7 @@ def test_a_missing_folder_file_or_config_is_named(tmp_path: Path) -> None:
         ('{"model_type": "bert", "architectures": [1]}', r"architectures \[1\], not a list of names"),
         ('{"model_type": "llama", "hidden_size": "5"}', "hidden_size='5'; it must be an integer from 1 to"),
         (
-            (
-                '{"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1e30}',
-                "it must be an integer from 1 to 10,000",
-            ),
+            '{"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1e30}',
             "it must be an integer from 1 to 10,000",
         ),
         ("[" * 100_000, "is not valid JSON"),
