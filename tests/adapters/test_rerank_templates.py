@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from sentence_transformers import CrossEncoder
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.cross_encoder.modules import LogitScore
+from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import AutoTokenizer
 
 from anypool import LLM, PoolingParams
@@ -322,6 +326,19 @@ def test_a_template_of_ones_own_keeps_what_stands_around_a_long_document(name: s
             scores_of(llm, query=DOCUMENTS[-1])
 
 
+@pytest.mark.parametrize("limit", [60, 61, 62, 63, 64, 150])
+def test_the_files_own_template_is_cut_as_sentence_transformers_cuts_it(limit: int) -> None:
+    folder = copy_of(checkpoint("Qwen3-Reranker-0.6B", called="some-model"))
+    edit_json(folder / "tokenizer_config.json", lambda config: config.update(model_max_length=limit))
+    (folder / "chat_template.jinja").write_text(JINJA)
+    saved = of_modules(Transformer(str(folder), transformer_task="text-generation"), LogitScore(300, 301))
+    pairs = [(QUERY, document) for document in (*DOCUMENTS, "cat.\n" * LIMIT, ".\n\n" * LIMIT)]
+    model = CrossEncoder(str(saved), device="cpu", local_files_only=True)
+    expected = [model.preprocess([pair])["input_ids"][0].tolist() for pair in pairs]
+    with loaded(saved) as llm:
+        assert prompts_of(llm, [document for _, document in pairs]) == expected
+
+
 def test_a_document_before_the_query_is_cut_and_the_query_is_not() -> None:
     swapped = "D: {{ messages[1].content }}\nQ: {{ messages[0].content }}\nA:"
     folder = checkpoint("Qwen3-Reranker-0.6B")
@@ -433,9 +450,6 @@ def test_models_that_read_no_template_refuse_one() -> None:
             [given] = option
             with pytest.raises(InvalidParameterError, match=f"reads each text by itself, so it takes no {given}"):
                 scores_of(llm, ["cat"], **option)
-    from sentence_transformers.base.modules import Transformer
-    from sentence_transformers.sentence_transformer.modules import Pooling
-
     pairs = of_modules(Transformer(str(tiny_bert())), Pooling(HIDDEN, "mean"), dense())
     with loaded(pairs) as llm, pytest.raises(InvalidParameterError, match="without a template, so it takes no instr"):
         scores_of(llm, ["cat"], instruction="do")

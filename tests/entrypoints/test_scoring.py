@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Normalize
 from sentence_transformers.sentence_transformer.modules import Pooling
 
-from anypool import LLM, ModelRegistry, PoolingParams, register_model
+from anypool import LLM, ModelRegistry, PoolingParams, PoolingTask, register_model
 from anypool.errors import (
     CheckpointFormatError,
     InvalidParameterError,
@@ -22,7 +23,12 @@ from anypool.errors import (
     PromptTooLongError,
     UnsupportedTaskError,
 )
+from anypool.model_executor.layers.linear import Linear
+from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.bert import BertModel
+from anypool.pooling.methods import PoolingType
+from anypool.pooling.plan import ScoreDefaults
+from anypool.pooling.pooler import DispatchPooler, EmbedPooler, ScorePooler
 from tests.adapters.test_cross_encoder import bert, reference
 from tests.helpers import (
     HIDDEN,
@@ -339,3 +345,60 @@ def test_late_interaction_reads_no_template(late_interaction: LLM, option: dict[
     [name] = option
     with pytest.raises(InvalidParameterError, match=f"reads each text by itself, so it takes no {name}"):
         late_interaction.score("cat", "mat", use_tqdm=False, **option)
+
+
+def test_a_late_interaction_class_with_a_head_compares_tokens_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelRegistry, "_own", {})
+    register_model("LateBertForSequenceClassification", LateBert)
+    with loaded(bert(), hf_overrides={"architectures": ["LateBertForSequenceClassification"]}) as llm:
+        assert "classify" in llm.supported_tasks
+        rows = [output.outputs.data for output in llm.token_embed(["cat", "mat"], use_tqdm=False)]
+        assert_close(scores(llm, "cat", "mat"), (rows[0] @ rows[1].T).amax(dim=1).sum().unsqueeze(0))
+
+
+class JudgingBert(BertModel):
+    """A pooler of its own that embeds and classifies; `judge` is a tensor of its checkpoint."""
+
+    is_pooling_model = True
+    labels: ClassVar[int] = 1
+    score_defaults: ClassVar[dict[PoolingTask, ScoreDefaults]] = {
+        PoolingTask.CLASSIFY: ScoreDefaults(activation="sigmoid", columns=1)
+    }
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.judge = Linear(config.hidden_size, self.labels)
+        self.pooler = DispatchPooler(
+            {
+                PoolingTask.EMBED: EmbedPooler((PoolingType.MEAN,)),
+                PoolingTask.CLASSIFY: ScorePooler((PoolingType.MAX,), self.judge),
+            }
+        )
+
+
+class ThreeWayBert(JudgingBert):
+    labels = 3
+    score_defaults: ClassVar[dict[PoolingTask, ScoreDefaults]] = {
+        PoolingTask.CLASSIFY: ScoreDefaults(activation="softmax", columns=3)
+    }
+
+
+@pytest.mark.parametrize("model_cls", [JudgingBert, ThreeWayBert])
+def test_a_class_with_a_pooler_of_its_own_scores_pairs_where_it_has_one_label(
+    model_cls: type[JudgingBert], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelRegistry, "_own", {})
+    register_model("JudgingBert", model_cls)
+    folder = copy_of(tiny_bert())
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"judge.weight": torch.randn(model_cls.labels, HIDDEN)}, folder / "model.safetensors")
+    edit_json(folder / "config.json", lambda config: config.update(architectures=["JudgingBert"]))
+    with loaded(folder) as llm:
+        [output] = llm.score("cat", "mat", use_tqdm=False)
+        if model_cls.labels == 1:
+            [judged] = llm.classify([output.prompt_token_ids], use_tqdm=False)
+            assert output.prompt_token_ids.count(3) == 2  # one [CLS] and two [SEP]: both texts in one prompt
+            assert_close(output.outputs.data, judged.outputs.data[0])
+        else:
+            a_E, b_E = (embedding.outputs.data for embedding in llm.embed(["cat", "mat"], use_tqdm=False))
+            assert_close(output.outputs.data, torch.cosine_similarity(a_E, b_E, dim=0))
