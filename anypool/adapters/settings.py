@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from anypool.adapters.heads import Head
+from anypool.adapters.pooling_model import PoolingMixin
 from anypool.adapters.sentence_transformers import Recipe
 from anypool.config import PoolerConfig
 from anypool.errors import ConfigError, InvalidParameterError
@@ -41,7 +42,7 @@ def resolve_settings(
         types = Setting(recipe.types, _FILES)
     else:
         types = Setting((_guess(model_cls, config),), _CLASS)
-        if head is None:
+        if head is None and issubclass(model_cls, PoolingMixin):  # another class has a pooler of its own
             logger.warning(
                 "%s has no modules.json: pooling %s is a guess; set PoolerConfig(pooling_type=...) if it is another",
                 config.name,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anypool.errors import CheckpointFormatError, MissingDependencyError, ModelLoadError, UnsupportedArchitectureError
+from anypool.model_executor.config_keys import Keys
 from anypool.model_executor.config_readers import (
     DEFAULT_ARCHITECTURES,
     FULL,
@@ -19,7 +20,6 @@ from anypool.model_executor.config_readers import (
     SLIDING,
     DisentangledConfig,
     HeadConfig,
-    Keys,
     read_head,
 )
 from anypool.model_executor.layers.rotary import RopeConfig

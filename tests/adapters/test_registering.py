@@ -80,6 +80,13 @@ def states_of(model: Any) -> list[torch.Tensor]:
     return [model.model(torch.tensor([ids])).last_hidden_state[0] for ids in TEXTS]
 
 
+def test_the_pooling_of_a_pooler_of_ones_own_is_not_called_a_guess(
+    checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    with loaded(checkpoint[0]):
+        assert "is a guess" not in caplog.text
+
+
 def test_a_pooler_of_ones_own_reads_its_tensors_and_keeps_its_defaults(checkpoint: Checkpoint) -> None:
     folder, model, extra = checkpoint
     judged = [rows @ extra["judge.weight"].T + extra["judge.bias"] for rows in states_of(model)]

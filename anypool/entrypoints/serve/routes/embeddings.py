@@ -49,7 +49,7 @@ async def _embed(engine: Engine, body: bytes, preparing: asyncio.Semaphore) -> b
         for request in requests:  # after an error, or when the client is gone, nobody wants the rest
             request.future.cancel()
     model = engine.config.served_model_name or engine.config.model
-    arguments = {"model": model, "encoding_format": asked.encoding_format}
+    arguments = {"model": model, "encoding_format": asked.encoding_format or "float"}
     if sum(vector_E.numel() for vector_E in vectors_E) <= _INLINE_NUMBERS:
         return encode_embeddings(requests, vectors_E, **arguments)
     return await asyncio.to_thread(encode_embeddings, requests, vectors_E, **arguments)

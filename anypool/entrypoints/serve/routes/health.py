@@ -12,6 +12,7 @@ from anypool.errors import EngineDeadError
 router = APIRouter()
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", responses=ERROR_RESPONSES)
 async def health(http: Request) -> dict[str, str]:
     """Whether requests are served: 200 or 503."""

@@ -97,7 +97,7 @@ class EmbeddingRequest(BaseModel):
 
     input: Annotated[list[str] | list[list[int]], PlainValidator(as_inputs), WithJsonSchema(_INPUT_SCHEMA)]
     model: str | None = Field(None, description="The served model's name; may be left out.")
-    encoding_format: Literal["float", "base64"] = Field(
+    encoding_format: Literal["float", "base64"] | None = Field(
         "float", description="base64 is that of the vector's little-endian float32 bytes."
     )
     dimensions: int | None = Field(None, description="How many leading dimensions to keep.")
