@@ -196,8 +196,6 @@ _NOT_YET: Mapping[str, Any] = {
     "data_parallel_size": 1,
     "quantization": None,
     "enable_lora": False,
-    "enable_prefix_caching": False,
-    "enable_chunked_prefill": False,
 }
 # Arguments of vLLM that change no result here, and are accepted so that its users' code runs.
 _HARMLESS = ("disable_log_stats", "gpu_memory_utilization", "seed", "swap_space")
@@ -244,6 +242,15 @@ class EngineConfig:
     max_num_batched_tokens: int | None = _setting(None, "most tokens in one forward pass; by default chosen by device")
     max_num_seqs: int = _setting(256, "most prompts in one forward pass")
     max_queued_tokens: int = _setting(4_000_000, "tokens that may wait before a server refuses more")
+    enable_chunked_prefill: bool | None = _setting(
+        None, "run a prompt longer than max_num_batched_tokens in chunks; by default where the model is causal"
+    )
+    enable_prefix_caching: bool | None = _setting(
+        None, "keep the keys of prompts for others that begin alike; by default for causal rerankers with a template"
+    )
+    block_size: int = _setting(16, "tokens per block of the key-value cache: prefixes are shared in whole blocks")
+    kv_cache_memory_fraction: float = _setting(0.1, "share of the device's memory that the prefix cache may take")
+    stuck_after_s: float = _setting(120.0, "seconds after which a forward pass that has not ended is called stuck")
     download_dir: str | None = _setting(None, "where hub downloads are kept")
     served_model_name: str | None = _setting(None, "the model's name over HTTP; by default as given")
     chat_template: str | None = _setting(None, "Jinja template of a reranker's prompt, as text or a file's name")
@@ -268,12 +275,20 @@ class EngineConfig:
             re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None,
             f"device={self.device!r} is unknown; known: auto, cpu, cuda, cuda:N",
         )
-        for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "max_queued_tokens"):
+        for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "max_queued_tokens", "block_size"):
             value = getattr(self, name)
             require(
                 value is None or (is_int(value) and value > 0),
                 f"{name}={value!r} is not a positive integer",
             )
+        require(
+            _is_number(self.kv_cache_memory_fraction) and 0 < self.kv_cache_memory_fraction <= 0.9,
+            f"kv_cache_memory_fraction={self.kv_cache_memory_fraction!r} is not a number above 0 and up to 0.9",
+        )
+        require(
+            _is_number(self.stuck_after_s) and self.stuck_after_s > 0,
+            f"stuck_after_s={self.stuck_after_s!r} is not a positive number of seconds",
+        )
         require(
             self.pooler_config is None or isinstance(self.pooler_config, PoolerConfig),
             f"pooler_config={self.pooler_config!r} is not a PoolerConfig",

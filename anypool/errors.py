@@ -16,6 +16,8 @@
     └── EngineError(RuntimeError)                the engine failed, the request was fine (HTTP 5xx)
         ├── OverloadedError                      the queue is full (HTTP 503 with Retry-After)
         ├── NonFiniteResultError                 the model gave NaN or infinity for this request
+        ├── DeadlineExceededError                the request's time was up before it had run (HTTP 504)
+        ├── OutOfMemoryError                     the request alone needs more memory than there is
         └── EngineDeadError                      the engine is shut down or its device thread has died
 
 Users' mistakes are `ValueError`s and name what was given, what is allowed and what to do.
@@ -95,6 +97,14 @@ class OverloadedError(EngineError):
 
 class NonFiniteResultError(EngineError):
     """The model gave NaN or infinity for this request."""
+
+
+class DeadlineExceededError(EngineError):
+    """The request's time was up before its result was there."""
+
+
+class OutOfMemoryError(EngineError):
+    """The request needs more memory than there is, even by itself."""
 
 
 class EngineDeadError(EngineError):

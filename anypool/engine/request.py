@@ -21,7 +21,15 @@ class Request:
         token_type_ids: Segment ids of a text pair, for models that have them; None where all are 0.
         skip: Leading tokens that are not pooled.
         num_truncated_tokens: Ids that were cut off.
-        future: Becomes the result, `[E]` or `[tokens, E]`, or an error. Cancelling it drops the request while it waits.
+        num_cached_tokens: Ids whose keys were read from the prefix cache; known when the future is done.
+        priority: Smaller ones run earlier.
+        deadline: When nobody waits for the result any more, on `time.monotonic`'s clock; None for never.
+        cache_salt: Requests share cached prefixes only with those of the same salt.
+        tag, arrival: Its place in the queue, set by the scheduler.
+        submitted: When it was queued, on the same clock.
+        settled: Whether its answer has been given, or its cancellation noted.
+        future: Becomes the result, `[E]` or `[tokens, E]`, or an error. Cancelling it drops the request while it
+            waits and between the chunks of a long prompt.
     """
 
     request_id: str
@@ -30,7 +38,35 @@ class Request:
     token_type_ids: list[int] | None = None
     skip: int = 0
     num_truncated_tokens: int = 0
+    num_cached_tokens: int = 0
+    priority: int = 0
+    deadline: float | None = None
+    cache_salt: str | None = None
+    tag: int = 0
+    arrival: int = 0
+    submitted: float = 0.0
+    settled: bool = False
     future: Future[torch.Tensor] = field(default_factory=Future)
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def is_gone(self, now: float) -> bool:
+        """Whether nobody waits for it: it is cancelled, or past its deadline."""
+        return self.future.cancelled() or (self.deadline is not None and now >= self.deadline)
+
+    def resolve(self, result: torch.Tensor) -> None:
+        """Gives the result to whoever waits, unless they cancelled or have their answer."""
+        if self._settle():
+            self.future.set_result(result)
+
+    def fail(self, error: Exception) -> None:
+        """Gives the error to whoever waits, unless they cancelled or have their answer."""
+        if self._settle():
+            self.future.set_exception(error)
+
+    def _settle(self) -> bool:
+        if self.settled:
+            return False
+        self.settled = True
+        return self.future.set_running_or_notify_cancel()

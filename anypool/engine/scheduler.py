@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
+from itertools import count
 
 from anypool.engine.request import Request
 
+# How many full batches may pass a request for each step of priority that it stands behind.
+PRIORITY_BATCHES = 16
+
 
 class Scheduler:
-    """Requests of near lengths under a token budget, around the one that has waited longest.
+    """Turns under a token budget: fair between submissions, near lengths together.
 
-    The oldest request is in every next batch, so none starves; the rest of the batch are those nearest to it in
-    length, so attention works on equal lengths.
+    Each request has a tag, and the smallest tag runs next: self-clocked fair queueing (Golestani, 1994). The tags of
+    one submission follow each other by its tokens, starting from the tag that ran last. So a submission of a million
+    tokens and one of ten share the device, and since the clock only moves on, nothing starves. A priority moves the
+    tag by so many batches. The rest of a batch are the requests nearest in length to the one whose turn it is, so
+    attention works on equal lengths.
+
+    A request longer than the budget has turns of its own, one chunk at a time where the model can, and one such
+    request at a time: the keys of a single prompt are all that is ever kept.
 
     Args:
-        max_tokens: Most tokens in a batch. A longer request runs alone.
+        max_tokens: Most tokens in a batch.
         max_seqs: Most requests in a batch.
     """
 
@@ -24,69 +35,127 @@ class Scheduler:
         self.max_tokens = max_tokens
         self.max_seqs = max_seqs
         self.waiting_tokens = 0
-        self._by_age: deque[Request] = deque()
+        self._priority_tokens = PRIORITY_BATCHES * max_tokens
+        self._clock = 0
+        self._arrivals = count()
+        self._by_tag: list[tuple[int, int, Request]] = []  # a heap
         self._by_length: list[Request] = []
-        self._gone: set[Request] = set()  # ran already, and still in _by_age
+        self._long: list[tuple[int, int, Request]] = []  # a heap: longer than a batch
+        self._in_chunks: Request | None = None
+        self._gone: set[Request] = set()  # left already, and still in _by_tag
 
     def __len__(self) -> int:
-        return len(self._by_length)
+        return len(self._by_length) + len(self._long) + (self._in_chunks is not None)
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Queues requests behind those that wait."""
-        new = list(requests)
+        """Queues one submission."""
+        tag, new = self._clock, []
+        for request in requests:
+            tag += len(request)
+            request.tag = tag + request.priority * self._priority_tokens
+            request.arrival = next(self._arrivals)
+            new.append(request)
         self.waiting_tokens += sum(map(len, new))
-        self._by_age.extend(new)
-        if len(new) == 1:
-            insort(self._by_length, new[0], key=len)
-        else:
-            self._by_length.extend(new)
-            self._by_length.sort(key=len)
+        short = [request for request in new if len(request) <= self.max_tokens]
+        if len(short) == 1:
+            heappush(self._by_tag, (short[0].tag, short[0].arrival, short[0]))
+            insort(self._by_length, short[0], key=_place_key)
+        elif short:
+            self._by_tag += [(request.tag, request.arrival, request) for request in short]
+            heapify(self._by_tag)
+            self._by_length += short
+            self._by_length.sort(key=_place_key)
+        for request in new:
+            if len(request) > self.max_tokens:
+                heappush(self._long, (request.tag, request.arrival, request))
 
     def next_batch(self) -> list[Request]:
-        """Takes the next requests off the queue, shortest first. Cancelled ones are dropped; may be empty."""
-        anchor = self._oldest()
-        while anchor is not None and anchor.future.cancelled():
-            place = self._place(anchor)
-            self._take(place, place + 1)
-            anchor = self._oldest()
-        return [] if anchor is None else self._take(*self._reach(self._place(anchor)))
+        """Takes the next requests off the queue, shortest first; empty where none waits.
 
-    def drop_cancelled(self) -> None:
-        """Forgets the cancelled requests now, rather than when their turn comes."""
-        cancelled = [request for request in self._by_length if request.future.cancelled()]
-        for request in cancelled:
-            request.future.set_running_or_notify_cancel()
-        self._gone.update(cancelled)
-        self._by_length = [request for request in self._by_length if request not in self._gone]
-        self.waiting_tokens -= sum(map(len, cancelled))
-        self._oldest()
+        Cancelled requests and those past their deadline are among them until `drop_gone` is called, or their turn
+        comes.
+        """
+        anchor, long = self._anchor(), self._next_long()
+        while anchor is not None and len(anchor) > self.max_tokens:  # the budget has shrunk since it came
+            self._take(self._place(anchor), self._place(anchor) + 1)
+            self.waiting_tokens += len(anchor)
+            heappush(self._long, (anchor.tag, anchor.arrival, anchor))
+            anchor, long = self._anchor(), self._next_long()
+        if long is not None and (anchor is None or (long.tag, long.arrival) < (anchor.tag, anchor.arrival)):
+            self._tick(long)
+            return [self._take_long(long)]
+        if anchor is None:
+            return []
+        self._tick(anchor)
+        return self._take(*self._reach(self._place(anchor)))
+
+    def put_back(self, request: Request, tokens: int) -> None:
+        """Queues a long request for its next chunk, after `tokens` of it have run."""
+        assert self._in_chunks is None
+        request.tag += tokens
+        self.waiting_tokens += len(request)
+        self._in_chunks = request
+
+    def drop_gone(self) -> list[Request]:
+        """Takes the requests off the queue that are cancelled or past their deadline."""
+        now = time.monotonic()
+        gone = [request for request in self._waiting() if request.is_gone(now)]
+        if gone:
+            left = set(gone)
+            self._gone |= left.intersection(self._by_length)
+            self._by_length = [request for request in self._by_length if request not in left]
+            self._long = [entry for entry in self._long if entry[2] not in left]
+            heapify(self._long)
+            if self._in_chunks in left:
+                self._in_chunks = None
+            self.waiting_tokens -= sum(map(len, gone))
+            self._anchor()
+        return gone
 
     def drain(self) -> list[Request]:
         """Takes every waiting request off the queue."""
-        waiting = self._by_length
-        self._by_age.clear()
-        self._by_length, self._gone, self.waiting_tokens = [], set(), 0
+        waiting = self._waiting()
+        self._by_tag, self._by_length, self._long, self._in_chunks = [], [], [], None
+        self._gone, self.waiting_tokens = set(), 0
         return waiting
 
+    def _waiting(self) -> list[Request]:
+        in_chunks = [] if self._in_chunks is None else [self._in_chunks]
+        return [*in_chunks, *self._by_length, *(request for _, _, request in self._long)]
+
+    def _tick(self, request: Request) -> None:
+        self._clock = max(self._clock, request.tag - request.priority * self._priority_tokens)
+
+    def _anchor(self) -> Request | None:
+        """The request of the short queue whose turn it is."""
+        while self._by_tag and self._by_tag[0][2] in self._gone:
+            self._gone.remove(heappop(self._by_tag)[2])
+        return self._by_tag[0][2] if self._by_tag else None
+
+    def _next_long(self) -> Request | None:
+        if self._in_chunks is not None:
+            return self._in_chunks
+        return self._long[0][2] if self._long else None
+
+    def _take_long(self, request: Request) -> Request:
+        if request is self._in_chunks:
+            self._in_chunks = None
+        else:
+            heappop(self._long)
+        self.waiting_tokens -= len(request)
+        return request
+
     def _take(self, low: int, high: int) -> list[Request]:
-        """Takes a run of the length-sorted queue; returns those that were not cancelled."""
+        """Takes a run of the length-sorted queue."""
         taken = self._by_length[low:high]
         del self._by_length[low:high]
         self._gone.update(taken)
         self.waiting_tokens -= sum(map(len, taken))
-        self._oldest()  # forget what has run
-        return [request for request in taken if request.future.set_running_or_notify_cancel()]
-
-    def _oldest(self) -> Request | None:
-        while self._by_age and self._by_age[0] in self._gone:
-            self._gone.remove(self._by_age.popleft())
-        return self._by_age[0] if self._by_age else None
+        self._anchor()  # forget what has run
+        return taken
 
     def _place(self, request: Request) -> int:
-        place = bisect_left(self._by_length, len(request), key=len)
-        while self._by_length[place] is not request:
-            place += 1
-        return place
+        return bisect_left(self._by_length, _place_key(request), key=_place_key)
 
     def _reach(self, place: int) -> tuple[int, int]:
         """The widest run of the length-sorted queue around `place` that the budget allows, nearest lengths first."""
@@ -105,3 +174,7 @@ class Scheduler:
             else:
                 break
         return low, high
+
+
+def _place_key(request: Request) -> tuple[int, int, int]:
+    return len(request), request.tag, request.arrival

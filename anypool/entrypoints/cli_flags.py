@@ -29,13 +29,13 @@ def engine_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     text = field.metadata["help"].replace("%", "%%")
-    if hint is bool:
-        action = argparse.BooleanOptionalAction if field.default else "store_true"
+    kind = _without_none(hint)
+    if kind is bool:
+        action = "store_true" if field.default is False else argparse.BooleanOptionalAction
         return {"action": action, "default": argparse.SUPPRESS, "help": text}
     if field.default is not None:
         text += f" (default: {field.default})"
-    kind = _without_none(hint)
-    kinds = {int: (int, "N"), str: (str, "TEXT")}
+    kinds = {int: (int, "N"), float: (float, "X"), str: (str, "TEXT")}
     convert, metavar = kinds.get(kind, (_json_object, "JSON"))
     return {"type": convert, "metavar": metavar, "default": argparse.SUPPRESS, "help": text}
 

@@ -1,4 +1,7 @@
-"""A pooler is pooling type + head for one task; a model's `DispatchPooler` holds one per task."""
+"""A pooler is pooling type + head for one task; a model's `DispatchPooler` holds one per task.
+
+Each has a batched form, `forward`, and one for a text whose hidden states come in chunks, `begin`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from anypool.kernels.normalize_cut import normalize_cut
 from anypool.pooling.activations import SCORE_ACTIVATIONS
 from anypool.pooling.methods import PoolingType, Segments, pool
 from anypool.pooling.plan import PoolingPlan
+from anypool.pooling.streaming import PoolingState, pooling_state
 from anypool.pooling.tasks import PoolingTask
 
 
@@ -48,8 +52,117 @@ class Pooler(nn.Module, ABC):
             Groups that cover each sequence once.
         """
 
+    def begin(self, plan: PoolingPlan, *, skip: int = 0, pad_token_id: int | None = None) -> ChunkedPooling:
+        """Starts pooling one text whose hidden states come in chunks.
 
-class EmbedPooler(Pooler):
+        A pooler that says nothing else keeps them all and pools the whole text in the end.
+
+        Args:
+            plan: What the text gets.
+            skip: Leading tokens that are not pooled.
+            pad_token_id: What LAST_NOT_PAD passes over.
+        """
+        return _Whole(self, plan, skip, pad_token_id)
+
+
+class ChunkedPooling(ABC):
+    """One text on its way through a pooler, a chunk at a time."""
+
+    @abstractmethod
+    def update(self, hidden_LD: torch.Tensor, ids_L: torch.Tensor) -> None:
+        """Takes the next chunk.
+
+        Args:
+            hidden_LD: `[L, D]` hidden states, any float dtype. The memory is the caller's: it may be overwritten.
+            ids_L: `[L]` their token ids.
+        """
+
+    @abstractmethod
+    def result(self) -> PooledGroup:
+        """What `forward` gives for the whole text."""
+
+
+class _Whole(ChunkedPooling):
+    """Keeps every hidden state."""
+
+    def __init__(self, pooler: Pooler, plan: PoolingPlan, skip: int, pad_token_id: int | None) -> None:
+        self.pooler, self.plan, self.skip, self.pad_token_id = pooler, plan, skip, pad_token_id
+        self.hidden: list[torch.Tensor] = []
+        self.ids: list[torch.Tensor] = []
+
+    def update(self, hidden_LD: torch.Tensor, ids_L: torch.Tensor) -> None:
+        self.hidden.append(hidden_LD.clone())
+        self.ids.append(ids_L.clone())
+
+    def result(self) -> PooledGroup:
+        hidden_TD, ids_T = torch.cat(self.hidden), torch.cat(self.ids)
+        segments = Segments((len(ids_T),), (self.skip,), ids_T.device, ids_T, self.pad_token_id)
+        [group] = self.pooler(hidden_TD, segments, [self.plan])
+        return cast(PooledGroup, group)
+
+
+class _RowByRow(ChunkedPooling):
+    """Pools each chunk by itself: for results of one row per token."""
+
+    def __init__(self, pooler: Pooler, plan: PoolingPlan) -> None:
+        self.pooler, self.plan = pooler, plan
+        self.chunks: list[torch.Tensor] = []
+
+    def update(self, hidden_LD: torch.Tensor, ids_L: torch.Tensor) -> None:
+        [group] = self.pooler(hidden_LD, Segments((len(ids_L),), (0,), ids_L.device, ids_L), [self.plan])
+        self.chunks.append(group.values.clone())
+
+    def result(self) -> PooledGroup:
+        values = torch.cat(self.chunks)
+        return PooledGroup((0,), values, (len(values),))
+
+
+class SequencePooler(Pooler):
+    """One row per sequence: pooling types, head, and how a task finishes the rows.
+
+    Args:
+        types: Sequence-level pooling types, concatenated.
+        head: Modules over float32 rows.
+    """
+
+    def __init__(self, types: tuple[PoolingType, ...], head: nn.Module) -> None:
+        super().__init__()
+        assert types and PoolingType.ALL not in types
+        self.types = types
+        self.head = head
+
+    def forward(self, hidden_TD: torch.Tensor, segments: Segments, plans: Sequence[PoolingPlan]) -> list[PooledGroup]:
+        rows_NE = self.head(pool(hidden_TD, segments, self.types))
+        return [
+            PooledGroup(indices, self.finish(_take(rows_NE, indices), plan))
+            for plan, indices in _by_plan(plans).items()
+        ]
+
+    def begin(self, plan: PoolingPlan, *, skip: int = 0, pad_token_id: int | None = None) -> ChunkedPooling:
+        states = [pooling_state(kind, skip=skip, pad_token_id=pad_token_id) for kind in self.types]
+        return _Folded(self, states, plan)
+
+    @abstractmethod
+    def finish(self, rows_NE: torch.Tensor, plan: PoolingPlan) -> torch.Tensor:
+        """Rows after the head -> results, for requests that share a plan."""
+
+
+class _Folded(ChunkedPooling):
+    """Folds chunks into one state per pooling type, so that memory does not grow with the text."""
+
+    def __init__(self, pooler: SequencePooler, states: list[PoolingState], plan: PoolingPlan) -> None:
+        self.pooler, self.states, self.plan = pooler, states, plan
+
+    def update(self, hidden_LD: torch.Tensor, ids_L: torch.Tensor) -> None:
+        for state in self.states:
+            state.update(hidden_LD, ids_L)
+
+    def result(self) -> PooledGroup:
+        row_1D = torch.cat([state.result() for state in self.states]).unsqueeze(0)
+        return PooledGroup((0,), self.pooler.finish(self.pooler.head(row_1D), self.plan))
+
+
+class EmbedPooler(SequencePooler):
     """One vector per sequence: pooling types, head modules in order, cut, normalise.
 
     Args:
@@ -58,20 +171,10 @@ class EmbedPooler(Pooler):
     """
 
     def __init__(self, types: tuple[PoolingType, ...], head: nn.Sequential | None = None) -> None:
-        super().__init__()
-        assert types and PoolingType.ALL not in types
-        self.types = types
-        self.head = head if head is not None else nn.Sequential()
+        super().__init__(types, head if head is not None else nn.Sequential())
 
-    def forward(self, hidden_TD: torch.Tensor, segments: Segments, plans: Sequence[PoolingPlan]) -> list[PooledGroup]:
-        rows_NE = self.head(pool(hidden_TD, segments, self.types))
-        return [
-            PooledGroup(
-                indices,
-                normalize_cut(_take(rows_NE, indices), dimensions=plan.dimensions, normalize=plan.normalize),
-            )
-            for plan, indices in _by_plan(plans).items()
-        ]
+    def finish(self, rows_NE: torch.Tensor, plan: PoolingPlan) -> torch.Tensor:
+        return normalize_cut(rows_NE, dimensions=plan.dimensions, normalize=plan.normalize)
 
 
 class TokenEmbedPooler(Pooler):
@@ -84,8 +187,11 @@ class TokenEmbedPooler(Pooler):
             groups.append(PooledGroup(indices, values, tuple(segments.lengths[i] for i in indices)))
         return groups
 
+    def begin(self, plan: PoolingPlan, *, skip: int = 0, pad_token_id: int | None = None) -> ChunkedPooling:
+        return _RowByRow(self, plan)
 
-class ScorePooler(Pooler):
+
+class ScorePooler(SequencePooler):
     """One row of scores per sequence: pooling types, head, calibration, activation.
 
     Args:
@@ -93,17 +199,8 @@ class ScorePooler(Pooler):
         head: Modules over float32 rows, ending in one column per label.
     """
 
-    def __init__(self, types: tuple[PoolingType, ...], head: nn.Module) -> None:
-        super().__init__()
-        self.types = types
-        self.head = head
-
-    def forward(self, hidden_TD: torch.Tensor, segments: Segments, plans: Sequence[PoolingPlan]) -> list[PooledGroup]:
-        logits_NC = self.head(pool(hidden_TD, segments, self.types))
-        return [
-            PooledGroup(indices, finish_scores(_take(logits_NC, indices), plan))
-            for plan, indices in _by_plan(plans).items()
-        ]
+    def finish(self, rows_NE: torch.Tensor, plan: PoolingPlan) -> torch.Tensor:
+        return finish_scores(rows_NE, plan)
 
 
 class TokenScorePooler(Pooler):
@@ -129,6 +226,9 @@ class TokenScorePooler(Pooler):
                 kept = tuple(int(part.sum()) for part in is_tag_T.split(kept))
             groups.append(PooledGroup(indices, finish_scores(self.head(rows_TD.float()), plan), kept))
         return groups
+
+    def begin(self, plan: PoolingPlan, *, skip: int = 0, pad_token_id: int | None = None) -> ChunkedPooling:
+        return _RowByRow(self, plan)
 
 
 def finish_scores(logits_NC: torch.Tensor, plan: PoolingPlan) -> torch.Tensor:
@@ -164,6 +264,9 @@ class DispatchPooler(Pooler):
 
     def __getitem__(self, task: PoolingTask) -> Pooler:
         return cast(Pooler, self.poolers[task.value])
+
+    def begin(self, plan: PoolingPlan, *, skip: int = 0, pad_token_id: int | None = None) -> ChunkedPooling:
+        return self[plan.task].begin(plan, skip=skip, pad_token_id=pad_token_id)
 
     def forward(self, hidden_TD: torch.Tensor, segments: Segments, plans: Sequence[PoolingPlan]) -> list[PooledGroup]:
         by_task: dict[PoolingTask, list[int]] = {}

@@ -1,0 +1,95 @@
+"""What the engine counts: plain counters and histograms, for whoever reports them."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+_SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+
+class Histogram:
+    """Counts of values up to each bound, as Prometheus has them, with sum and count.
+
+    Args:
+        bounds: Upper bounds, rising; values above the last are counted without a bucket of their own.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.buckets = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+        self.count = 0
+        self._lock = threading.Lock()
+
+    def observe(self, value: float) -> None:
+        with self._lock:
+            self.buckets[bisect_left(self.bounds, value)] += 1
+            self.sum += value
+            self.count += 1
+
+    @property
+    def mean(self) -> float:
+        return self.sum / self.count if self.count else 0.0
+
+
+def _seconds() -> Histogram:
+    return Histogram(_SECONDS)
+
+
+@dataclass
+class EngineMetrics:
+    """Counted since the engine started. Histograms may be observed from any thread.
+
+    Attributes:
+        requests: Finished requests by outcome: ok, error, nan, cancelled, expired.
+        tasks: Requests submitted, by task.
+        rejected: Requests refused because the queue was full.
+        truncated: Requests whose prompt was cut.
+        prompt_tokens: Tokens of submitted prompts.
+        computed_tokens: Tokens that went through the model.
+        cached_tokens: Tokens whose keys were read from the prefix cache.
+        looked_up_tokens: Tokens that were looked for in the prefix cache.
+        batches: Forward passes.
+        chunks: Those that ran a part of a long prompt.
+        padding_tokens: Tokens that attention padded near lengths with.
+        failed_batches: Forward passes that raised.
+        out_of_memory: Those of them that ran out of memory.
+        batch_tokens, batch_sequences: Sizes of forward passes.
+        batch_fill: Tokens of a forward pass as a share of the budget.
+        queue_s: Seconds between submission and the first forward pass.
+        prepare_s: Seconds of checking and tokenising, per call.
+        forward_s, pool_s: Seconds in the backbone and in the poolers, per forward pass.
+    """
+
+    requests: Counter[str] = field(default_factory=Counter)
+    tasks: Counter[str] = field(default_factory=Counter)
+    rejected: int = 0
+    truncated: int = 0
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    looked_up_tokens: int = 0
+    batches: int = 0
+    chunks: int = 0
+    padding_tokens: int = 0
+    failed_batches: int = 0
+    out_of_memory: int = 0
+    batch_tokens: Histogram = field(default_factory=lambda: Histogram(_TOKENS))
+    batch_sequences: Histogram = field(default_factory=lambda: Histogram(_SEQUENCES))
+    batch_fill: Histogram = field(default_factory=lambda: Histogram(_SHARES))
+    queue_s: Histogram = field(default_factory=_seconds)
+    prepare_s: Histogram = field(default_factory=_seconds)
+    forward_s: Histogram = field(default_factory=_seconds)
+    pool_s: Histogram = field(default_factory=_seconds)
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Share of the tokens looked for in the prefix cache that were found."""
+        return self.cached_tokens / self.looked_up_tokens if self.looked_up_tokens else 0.0

@@ -1,0 +1,143 @@
+"""What a forward pass computes of each prompt, and which blocks of the key-value cache it reads and writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from anypool.engine.kv_cache import BlockPool, block_hashes
+from anypool.engine.request import Request
+from anypool.model_executor.kv_store import KVStore
+from anypool.model_executor.layers.rotary import frequency_length
+from anypool.model_executor.model_config import ModelConfig
+
+
+@dataclass(eq=False)
+class Piece:
+    """The tokens `start:stop` of one prompt, all of it unless it runs in chunks or begins with a cached prefix.
+
+    Attributes:
+        request: Whose prompt.
+        start: Tokens before the piece, whose keys are in the cache.
+        stop: The end of the piece.
+        stored: How many of the prompt's first tokens are in the cache after the pass.
+        blocks: The blocks of the prompt's first tokens, each with a reference that the piece holds.
+        new_blocks: Those of them that this pass fills, by the hash under which others may find them.
+    """
+
+    request: Request
+    stop: int
+    start: int = 0
+    stored: int = 0
+    blocks: list[int] = field(default_factory=list)
+    new_blocks: dict[bytes, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class KVCache:
+    """The key-value cache of one engine: blocks in the store, and who may read them.
+
+    Args:
+        config: The model's sizes.
+        dtype, device: Of its keys.
+        block_size: Tokens per block.
+        num_blocks: How many blocks there are.
+        shares_prefixes: Whether blocks are kept for other prompts that begin alike.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device,
+        block_size: int,
+        num_blocks: int,
+        shares_prefixes: bool,
+    ) -> None:
+        self.config = config
+        self.block_size = block_size
+        self.shares_prefixes = shares_prefixes
+        self.store = KVStore(num_blocks, block_size, device)
+        self.pool = BlockPool(num_blocks, block_size)
+
+    def whole(self, requests: Sequence[Request]) -> list[Piece]:
+        """Pieces that finish prompts in one pass. Prompts of one pass share what they have in common as well."""
+        if not self.shares_prefixes:
+            return [Piece(request, len(request)) for request in requests]
+        coming: dict[bytes, int] = {}
+        return [self._piece(request, coming) for request in requests]
+
+    def first_chunk(self, request: Request) -> Piece:
+        """An empty piece of a prompt that runs in chunks, with blocks for all of it."""
+        hashes = self._hashes(request) if self.shares_prefixes else []
+        cached = self.pool.match(hashes[: self._most_cached(request)])
+        needed = -(-len(request) // self.block_size) - len(cached)
+        fresh = self.pool.allocate(needed)
+        assert fresh is not None, "the cache has room for one prompt of any length, and holds one at a time"
+        start = len(cached) * self.block_size
+        new = dict(zip(hashes[len(cached) :], fresh))  # noqa: B905 - the last block may not be full
+        return Piece(request, start, start, start, [*cached, *fresh], new)
+
+    def commit(self, piece: Piece) -> None:
+        """Lets others find what a piece has computed, and gives its blocks back."""
+        for block_hash, block in piece.new_blocks.items():
+            self.pool.commit(block, block_hash)
+        self.release(piece)
+
+    def release(self, piece: Piece) -> None:
+        """Gives the blocks of a piece back."""
+        self.pool.release(piece.blocks)
+        piece.blocks, piece.new_blocks = [], {}
+
+    def _piece(self, request: Request, coming: dict[bytes, int]) -> Piece:
+        hashes = self._hashes(request)
+        most = self._most_cached(request)
+        blocks = self.pool.match(hashes[:most])
+        while len(blocks) < most and (block := coming.get(hashes[len(blocks)])) is not None:
+            self.pool.acquire([block])  # another prompt of this pass computes it
+            blocks.append(block)
+        start = len(blocks)
+        missing = hashes[start:]
+        fresh = self.pool.allocate(min(len(missing), self.pool.num_free)) or []
+        new = dict(zip(missing, fresh))  # noqa: B905 - a full cache keeps fewer
+        coming.update(new)
+        blocks = [*blocks, *fresh]
+        return Piece(
+            request, len(request), start * self.block_size, len(blocks) * self.block_size, blocks, new
+        )
+
+    def _most_cached(self, request: Request) -> int:
+        """Blocks that may be read rather than computed: at least one token of a prompt is computed."""
+        return (len(request) - 1) // self.block_size
+
+    def _hashes(self, request: Request) -> list[bytes]:
+        # Where rotary frequencies depend on a prompt's own length, only prompts with the same ones have the same keys.
+        frequencies = [frequency_length(rope, len(request)) for rope in self.config.rope.values()]
+        salt = repr((request.cache_salt, frequencies)).encode()
+        return block_hashes(request.token_ids, self.block_size, salt)
+
+
+def num_blocks(config: ModelConfig, *, dtype: torch.dtype, block_size: int, max_model_len: int, memory: float) -> int:
+    """How many blocks fit into `memory` bytes, and at least those of one prompt of any length."""
+    layers = 2 * config.num_layers * (config.num_kv_heads or config.num_heads) * (config.head_size or 1)
+    per_block = (layers + config.hidden_size) * dtype.itemsize * block_size
+    return max(int(memory // per_block), -(-max_model_len // block_size))
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of memory that a device has, for a CPU what this process may use of it."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, int(Path(limit).read_text()))
+        except (OSError, ValueError):  # not in a container, or "max"
+            continue
+    return total
