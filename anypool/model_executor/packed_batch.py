@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from anypool.model_executor.attention import AttentionMetadata
+from anypool.model_executor.attention import AttentionMetadata, PrefixKeys
 from anypool.pooling.methods import Segments
 
 
@@ -17,9 +17,9 @@ class PackedBatch:
 
     Attributes:
         input_ids_T: `[T]` int64 token ids.
-        positions_T: `[T]` int64, each sequence counted from 0.
+        positions_T: `[T]` int64, counted from 0 in each sequence's whole prompt.
         attn: The sequences, for attention.
-        segments: The sequences, for pooling.
+        segments: The sequences, for pooling; its positions count from 0 in each sequence.
         token_type_ids_T: `[T]` int64 segment ids of text pairs, or None where all are 0.
     """
 
@@ -38,8 +38,11 @@ class PackedBatch:
         skips: Sequence[int] | None = None,
         token_types: Sequence[Sequence[int] | None] | None = None,
         pad_token_id: int | None = None,
+        starts: Sequence[int] | None = None,
+        prompt_lengths: Sequence[int] | None = None,
+        prefix: PrefixKeys | None = None,
     ) -> PackedBatch:
-        """Packs token ids.
+        """Packs token ids: those of whole prompts, or the part of each that this pass computes.
 
         Args:
             sequences: Token ids per sequence, each at least one.
@@ -47,11 +50,19 @@ class PackedBatch:
             skips: Leading tokens of each sequence that are not pooled.
             token_types: Segment ids per sequence; None for a sequence of zeros.
             pad_token_id: The id that sequence classification passes over at the end of a text.
+            starts: Tokens of each prompt before its sequence; zeros where not given.
+            prompt_lengths: Tokens of each whole prompt; where not given, those up to the end of its sequence.
+            prefix: The cached keys of the tokens before, of which there are `starts`.
         """
         assert sequences and all(sequences), "a batch holds at least one sequence, each with at least one token"
         lengths = tuple(len(ids) for ids in sequences)
         input_ids_T = torch.tensor([i for ids in sequences for i in ids], dtype=torch.int64, device=device)
         skipped = tuple(skips) if skips is not None else (0,) * len(lengths)
+        before = tuple(starts) if starts is not None else (0,) * len(lengths)
+        assert before == (prefix.lengths if prefix is not None else (0,) * len(lengths)), "starts without their keys"
+        ends = tuple(start + length for start, length in zip(before, lengths, strict=True))
+        prompts = tuple(prompt_lengths) if prompt_lengths is not None else ends
+        assert all(end <= prompt for end, prompt in zip(ends, prompts, strict=True)), "a prompt is too short"
         segments = Segments(lengths, skipped, device, input_ids_T, pad_token_id)
         types_T = None
         if token_types is not None and any(types is not None for types in token_types):
@@ -60,8 +71,16 @@ class PackedBatch:
             )
         return cls(
             input_ids_T=input_ids_T,
-            positions_T=segments.positions_T,
-            attn=AttentionMetadata.from_lengths(lengths, device),
+            positions_T=_positions(segments, before),
+            attn=AttentionMetadata.from_lengths(lengths, device, prompt_lengths=prompts, prefix=prefix),
             segments=segments,
             token_type_ids_T=types_T,
         )
+
+
+def _positions(segments: Segments, starts: tuple[int, ...]) -> torch.Tensor:
+    if not any(starts):
+        return segments.positions_T
+    starts_N = torch.tensor(starts, dtype=torch.int64, device=segments.device)
+    total = sum(segments.lengths)
+    return segments.positions_T + starts_N.repeat_interleave(segments.lengths_N, output_size=total)

@@ -51,8 +51,13 @@ class PoolingModelRunner:
 
     @torch.inference_mode()
     def _forward(self, batch: PackedBatch, plans: Sequence[PoolingPlan]) -> list[PooledGroup]:
+        prefix = batch.attn.prefix
+        if prefix is not None:
+            prefix.begin()
         hidden_TD = self.model(
             batch.input_ids_T, batch.positions_T, batch.attn, token_type_ids_T=batch.token_type_ids_T
         )
+        if prefix is not None:
+            prefix.end()
         groups: list[PooledGroup] = self.model.pooler(hidden_TD, batch.segments, plans)
         return groups

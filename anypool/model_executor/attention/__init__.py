@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from anypool.model_executor.attention.layer import Attention
 from anypool.model_executor.attention.metadata import AttentionMetadata
+from anypool.model_executor.attention.prefix import PrefixKeys
 
-__all__ = ["Attention", "AttentionMetadata"]
+__all__ = ["Attention", "AttentionMetadata", "PrefixKeys"]

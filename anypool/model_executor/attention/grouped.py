@@ -37,7 +37,7 @@ def grouped_attention(
     heads, size = q_THK.shape[1], v_TGK.shape[2]
     out_THK = q_THK.new_empty(q_THK.shape[0], heads, size)
     written_out = softcap is not None or sinks_H is not None
-    for row, count, length in attn.runs:
+    for row, _, count, length, _ in attn.runs:
         step = max(1, _SCORES // (heads * length * min(length, _QUERY_BLOCK))) if written_out else count
         for first in range(0, count, step):
             n = min(step, count - first)

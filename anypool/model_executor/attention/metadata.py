@@ -4,8 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
+
+from anypool.model_executor.attention.prefix import PrefixKeys
+
+
+class Run(NamedTuple):
+    """Neighbouring sequences of equal length, with equally many keys before their queries.
+
+    Attributes:
+        row: The first row of the batch.
+        first: The first sequence.
+        sequences: How many there are.
+        length: Tokens of each.
+        before: Keys before the queries of each.
+    """
+
+    row: int
+    first: int
+    sequences: int
+    length: int
+    before: int
 
 
 @dataclass(frozen=True)
@@ -15,31 +36,42 @@ class AttentionMetadata:
     Attributes:
         lengths: Tokens per sequence, on the host.
         cu_seqlens: `[N+1]` int32 on the device: sequence i is rows `cu_seqlens[i]:cu_seqlens[i+1]`.
+        prompt_lengths: Tokens of the whole prompt that each sequence is a part of; `lengths` where it is all of it.
+        prefix: Cached keys before the queries; None for a batch of whole prompts of which nothing is kept.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor
+    prompt_lengths: tuple[int, ...]
+    prefix: PrefixKeys | None = None
 
     @classmethod
-    def from_lengths(cls, lengths: tuple[int, ...], device: torch.device) -> AttentionMetadata:
+    def from_lengths(
+        cls,
+        lengths: tuple[int, ...],
+        device: torch.device,
+        *,
+        prompt_lengths: tuple[int, ...] | None = None,
+        prefix: PrefixKeys | None = None,
+    ) -> AttentionMetadata:
         cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         torch.cumsum(torch.tensor(lengths, dtype=torch.int32), 0, out=cu_seqlens[1:])
-        return cls(lengths, cu_seqlens.to(device))
+        return cls(lengths, cu_seqlens.to(device), lengths if prompt_lengths is None else prompt_lengths, prefix)
 
     @cached_property
     def max_length(self) -> int:
         return max(self.lengths)
 
     @cached_property
-    def runs(self) -> tuple[tuple[int, int, int], ...]:
-        """Neighbouring sequences of equal length as (first row, sequences, length)."""
-        found: list[tuple[int, int, int]] = []
+    def runs(self) -> tuple[Run, ...]:
+        """All sequences in order, as few runs as there can be."""
+        found: list[Run] = []
         row = 0
-        for length in self.lengths:
-            if found and found[-1][2] == length:
-                first, count, _ = found[-1]
-                found[-1] = (first, count + 1, length)
+        for i, length in enumerate(self.lengths):
+            before = 0 if self.prefix is None else self.prefix.lengths[i]
+            if found and (found[-1].length, found[-1].before) == (length, before):
+                found[-1] = found[-1]._replace(sequences=found[-1].sequences + 1)
             else:
-                found.append((row, 1, length))
+                found.append(Run(row, i, 1, length, before))
             row += length
         return tuple(found)

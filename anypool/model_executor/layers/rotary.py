@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from anypool.model_executor.attention import AttentionMetadata
+
 Frequencies = tuple[torch.Tensor, float]
 
 
@@ -50,7 +52,7 @@ class RopeConfig:
 class Rotary:
     """Turns positions into cosines and sines.
 
-    The dynamic and longrope types depend on a sequence's own length, so positions of a packed batch look their
+    The dynamic and longrope types depend on a prompt's own length, so positions of a packed batch look their
     frequencies up by sequence: a text's vector must not depend on what it is batched with.
     """
 
@@ -59,19 +61,19 @@ class Rotary:
         self._tables: dict[tuple[int, torch.device], Frequencies] = {}
 
     def __call__(
-        self, positions_T: torch.Tensor, lengths: tuple[int, ...], dtype: torch.dtype
+        self, positions_T: torch.Tensor, attn: AttentionMetadata, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine of each position.
 
         Args:
-            positions_T: `[T]` positions, counted per sequence.
-            lengths: Tokens per sequence.
+            positions_T: `[T]` positions, counted per prompt.
+            attn: The sequences.
             dtype: Of the result.
 
         Returns:
             Two tensors `[T, 1, size]`.
         """
-        kinds = [frequency_length(self.config, length) for length in lengths]
+        kinds = [frequency_length(self.config, length) for length in attn.prompt_lengths]
         if len(set(kinds)) == 1:
             inv_freq, factor = self._frequencies(kinds[0], positions_T.device)
             angles_TK = positions_T.float()[:, None] * inv_freq
@@ -81,7 +83,7 @@ class Rotary:
             angles_TK = torch.cat(
                 [
                     part.float()[:, None] * inv_freq
-                    for part, (inv_freq, _) in zip(positions_T.split(lengths), per_sequence, strict=True)
+                    for part, (inv_freq, _) in zip(positions_T.split(attn.lengths), per_sequence, strict=True)
                 ]
             )
         angles_T1K = torch.cat([angles_TK, angles_TK], dim=-1).unsqueeze(1)

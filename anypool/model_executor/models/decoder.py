@@ -124,7 +124,7 @@ class DecoderModel(nn.Module):
         return x_TD if self.embed_scale is None else x_TD * torch.tensor(self.embed_scale, dtype=x_TD.dtype)
 
     def forward(self, x_TD: torch.Tensor, positions_T: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
-        rotary = {kind: turn(positions_T, attn.lengths, x_TD.dtype) for kind, turn in self.rotary.items()}
+        rotary = {kind: turn(positions_T, attn, x_TD.dtype) for kind, turn in self.rotary.items()}
         for kind, layer in zip(self.layer_types, self.layers, strict=True):
             x_TD = layer(x_TD, rotary[kind], attn)
         out_TD: torch.Tensor = self.norm(x_TD)
@@ -142,6 +142,7 @@ class DecoderForCausalLM(Backbone):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.takes_prefix = config.is_causal
         self.model = DecoderModel(config, self.style)
         self.lm_head = self.build_lm_head()
 

@@ -26,6 +26,11 @@ class Backbone(nn.Module):
         default_pooling_type: Pooling type where neither the user nor the checkpoint says one.
         checkpoint_renames: Regular expressions that turn checkpoint names into parameter names.
         ignored_checkpoint_names: Regular expressions of tensors that a checkpoint may hold and nobody needs.
+
+    Attributes:
+        takes_prefix: Whether a prompt may be run in chunks, each attending to the cached keys of those before it:
+            every layer that mixes tokens goes through `Attention`, once per forward and in the same order, and is
+            causal. A class or an instance says so; False where nobody does.
     """
 
     attn_type: ClassVar[Literal["decoder", "encoder_only"]]
@@ -33,6 +38,7 @@ class Backbone(nn.Module):
     checkpoint_renames: ClassVar[Renames] = ()
     ignored_checkpoint_names: ClassVar[Sequence[str]] = ()
 
+    takes_prefix: bool = False
     config: ModelConfig
 
     def forward(
@@ -50,7 +56,7 @@ class Backbone(nn.Module):
 
         Args:
             input_ids_T: `[T]` int64 token ids; None where embeddings are given.
-            positions_T: `[T]` int64 positions, counted from 0 per sequence.
+            positions_T: `[T]` int64 positions, counted from 0 per prompt.
             attn: The sequences.
             inputs_embeds_TD: `[T, D]` embeddings in place of the ids.
             token_type_ids_T: `[T]` segment ids, for encoders that have them.

@@ -118,7 +118,7 @@ class ModernBertModel(Backbone):
         if inputs_embeds_TD is None:
             inputs_embeds_TD = self.embeddings.tok_embeddings(input_ids_T)
         x_TD: torch.Tensor = self.embeddings.norm(inputs_embeds_TD)
-        rotary = {kind: turn(positions_T, attn.lengths, x_TD.dtype) for kind, turn in self.rotary.items()}
+        rotary = {kind: turn(positions_T, attn, x_TD.dtype) for kind, turn in self.rotary.items()}
         for kind, layer in zip(self.config.layer_types, self.layers, strict=True):
             x_TD = layer(x_TD, rotary[kind], attn)
         out_TD: torch.Tensor = self.final_norm(x_TD)
