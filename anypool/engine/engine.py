@@ -9,43 +9,36 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Literal
 
 import torch
 
-from anypool.adapters.load import LoadedModel, OpenedModel, load_pooling_model, open_model
+from anypool.adapters.load import LoadedModel, load_pooling_model, open_model
 from anypool.adapters.rerank_templates import TemplatedPrompt
 from anypool.config import EngineConfig
 from anypool.engine.batch import make_batch
+from anypool.engine.faults import deadline_error, is_out_of_memory, model_error, non_finite_error
+from anypool.engine.health import Health
+from anypool.engine.metrics import EngineMetrics
+from anypool.engine.pieces import LongPrompt, Piece
 from anypool.engine.preparation import Preparation, PromptOptions
 from anypool.engine.prompts import Prompt, TextPair
 from anypool.engine.request import Request
 from anypool.engine.scheduler import Scheduler
-from anypool.engine.tokenization import Tokenizer
-from anypool.errors import (
-    AnypoolError,
-    ConfigError,
-    EngineDeadError,
-    EngineError,
-    NonFiniteResultError,
-    OverloadedError,
-)
-from anypool.model_executor.pooling_model_runner import PoolingModelRunner
-from anypool.model_executor.weights.repository import Repository
+from anypool.engine.setup import load_tokenizer, make_cache, resolve
+from anypool.errors import EngineDeadError, OverloadedError
+from anypool.model_executor.packed_batch import PackedBatch
+from anypool.model_executor.pooling_model_runner import PoolingModelRunner, RunnerOutput
 from anypool.pooling.params import PoolingParams
 from anypool.pooling.tasks import PoolingTask
 
 logger = logging.getLogger(__name__)
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.txt",
-    "vocab.json",
-    "spiece.model",
-    "tokenizer_config.json",
-)
+# A budget that runs out of memory is halved, but not below this: then it is the model that is too large.
+_LEAST_TOKENS = 64
 
 
 class Engine:
@@ -61,24 +54,24 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         opened = open_model(config)
-        self.tokenizer = _load_tokenizer(config, opened)
+        self.tokenizer = load_tokenizer(config, opened)
         token_id = None if self.tokenizer is None else self.tokenizer.token_id
         self.loaded: LoadedModel = load_pooling_model(config, opened, token_id=token_id)
-        self.max_model_len = _max_model_len(config, self.loaded, self.tokenizer)
-        on_cpu = self.loaded.device.type == "cpu"
-        self.config = config.replace(
-            max_model_len=self.max_model_len,
-            max_num_batched_tokens=config.max_num_batched_tokens or (4096 if on_cpu else 16384),
-            served_model_name=config.served_model_name or config.model,
-        )
-        assert self.config.max_num_batched_tokens is not None
+        self.config = resolve(config, self.loaded, self.tokenizer)
+        assert self.config.max_model_len is not None and self.config.max_num_batched_tokens is not None
+        self.max_model_len = self.config.max_model_len
+        self.metrics = EngineMetrics()
         self._preparation = Preparation(self.loaded, self.tokenizer, self.max_model_len)
-        self._runner = PoolingModelRunner(self.loaded.model, self.loaded.device)
         self._scheduler = Scheduler(max_tokens=self.config.max_num_batched_tokens, max_seqs=self.config.max_num_seqs)
+        self._runner = PoolingModelRunner(self.loaded.model, self.loaded.device)
+        self._cache = make_cache(self.config, self.loaded)
+        self._long: LongPrompt | None = None
+        self._running: Sequence[Request] = ()
         self._changed = threading.Condition()
-        self._closing = False
-        self._running: list[Request] = []
+        self._stop_at: float | None = None
         self._death: BaseException | None = None
+        self._beat = time.monotonic()
+        self._tokens_per_s = 0.0
         self._thread = threading.Thread(target=self._serve, name="anypool-device", daemon=True)
         self._thread.start()
         atexit.register(_close, weakref.ref(self))
@@ -90,8 +83,25 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are being served."""
-        return self._thread.is_alive() and not self._closing
+        """Whether requests are taken."""
+        return self._thread.is_alive() and self._stop_at is None
+
+    def health(self) -> Health:
+        """What the device thread is doing. Asks nothing of it, so it answers while the thread is busy or stuck."""
+        age_s, running = time.monotonic() - self._beat, len(self._running)
+        status: Literal["alive", "busy", "stuck", "dead"] = "busy" if running else "alive"
+        message = ""
+        if not self.is_alive:
+            status, message = "dead", self._end_message()
+        elif running and age_s > self.config.stuck_after_s:
+            status, message = "stuck", f"a batch of {running} has been running for {age_s:.0f} s"
+        return Health(
+            status=status,
+            age_s=age_s,
+            waiting_requests=len(self._scheduler),
+            waiting_tokens=self._scheduler.waiting_tokens,
+            message=message,
+        )
 
     # 1. Check, plan, tokenise.
 
@@ -113,7 +123,10 @@ class Engine:
         Raises:
             InvalidRequestError: A prompt or a parameter cannot be served; the message names it.
         """
-        return self._preparation.prepare(prompts, task, params, options or PromptOptions())
+        began = time.perf_counter()
+        requests = self._preparation.prepare(prompts, task, params, options or PromptOptions())
+        self.metrics.prepare_s.observe(time.perf_counter() - began)
+        return requests
 
     def offsets(self, prompt: Prompt, request: Request, options: PromptOptions) -> list[tuple[int, int]] | None:
         """Where a request's tokens stand in the text it came from; None where it came from token ids."""
@@ -125,152 +138,243 @@ class Engine:
 
     # 2. Queue.
 
-    def submit(self, requests: Sequence[Request], *, bounded: bool = False) -> None:
+    def submit(
+        self,
+        requests: Sequence[Request],
+        *,
+        bounded: bool = False,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
         """Queues requests; their futures become results or errors.
 
         Args:
-            requests: From `prepare`.
+            requests: From `prepare`. Those of one call share the device fairly with those of other calls.
             bounded: Whether a full queue refuses them, as a server's does.
+            priority: Smaller ones run earlier; 0 is usual.
+            timeout_s: Seconds after which they are dropped with an error if they have not run.
+            cache_salt: Share cached prefixes only with requests of the same salt.
 
         Raises:
             OverloadedError: The queue is full.
             EngineDeadError: The engine is closed or its thread has died.
         """
+        now = time.monotonic()
         with self._changed:
             if not self.is_alive:
                 raise EngineDeadError(self._end_message())
-            new, most = sum(map(len, requests)), self.config.max_queued_tokens
-            if bounded and self._scheduler.waiting_tokens + new > most:
-                self._scheduler.drop_cancelled()
-            waiting = self._scheduler.waiting_tokens
-            if bounded and waiting > 0 and waiting + new > most:
-                raise OverloadedError(f"{waiting:,} tokens are waiting, and the queue takes {most:,}: try again later")
+            if bounded:
+                self._check_room(sum(map(len, requests)))
+            for request in requests:
+                request.priority, request.cache_salt, request.submitted = priority, cache_salt, now
+                request.deadline = None if timeout_s is None else now + timeout_s
+            self.metrics.submitted(requests)
             self._scheduler.add(requests)
             self._changed.notify()
+
+    def _check_room(self, new: int) -> None:
+        most = self.config.max_queued_tokens
+        if self._scheduler.waiting_tokens + new > most:
+            self._drop(self._scheduler.take_gone())
+        waiting = self._scheduler.waiting_tokens
+        if waiting > 0 and waiting + new > most:
+            self.metrics.rejected += 1
+            raise OverloadedError(
+                f"{waiting:,} tokens are waiting, and the queue takes {most:,}: try again later",
+                retry_after_s=min(600.0, max(1.0, waiting / max(self._tokens_per_s, 1.0))),
+            )
 
     # 3. Run, on the device thread.
 
     def _serve(self) -> None:
         try:
-            while (requests := self._next()) is not None:
+            while requests := self._next():
                 self._running = requests
-                self._run(requests)
-                self._running = []
+                self._turn(requests)
+                self._running = ()
         except BaseException as error:  # whatever it is, nobody may be left waiting
             self._death = error
             logger.exception("the device thread died")
         finally:
             self._fail_waiting()
 
-    def _next(self) -> list[Request] | None:
-        """The next batch, waiting for one; None when the engine closes."""
+    def _next(self) -> list[Request]:
+        """The next batch, waiting for one; empty when the engine stops."""
         with self._changed:
             while True:
-                if self._closing:
-                    return None
-                requests = self._scheduler.next_batch()
-                if requests:
+                self._beat = time.monotonic()
+                if self._stop_at is not None and (not self._scheduler or self._beat >= self._stop_at):
+                    return []
+                if requests := self._scheduler.next_batch():
                     return requests
-                if not self._scheduler:
-                    self._changed.wait()
+                self._changed.wait()
 
-    def _run(self, requests: list[Request]) -> None:
-        """Runs a batch. One that raises is halved until the request that causes it stands alone."""
+    def _turn(self, requests: Sequence[Request]) -> None:
+        """Runs requests whose turn it is; those that nobody waits for any more are dropped."""
+        now = time.monotonic()
+        gone = [request for request in requests if request.is_gone(now)]
+        if self._long is not None and self._long.request in gone:
+            self._end_long()
+        self._drop(gone)
+        due = [request for request in requests if request not in gone] if gone else requests
+        if len(due) == 1 and len(due[0]) > self._scheduler.max_tokens and self.config.enable_chunked_prefill:
+            self._run_chunk(due[0])
+        elif due:
+            self._run(due)
+
+    def _run(self, requests: Sequence[Request]) -> None:
+        """Runs whole prompts. A batch that raises is halved until the request that causes it stands alone."""
+        pieces: list[Piece] = []
         try:
-            batch = make_batch(requests, self.loaded.device, pad_token_id=self.loaded.config.pad_token_id)
-            results = self._runner.run(batch, [request.plan for request in requests])
+            pieces = self._pieces(requests)
+            output = self._runner.run(self._batch(pieces), [request.plan for request in requests])
         except Exception as error:  # anything a model may raise; it goes to the request that caused it
-            if len(requests) == 1:
-                _fail(requests[0], error)
-                return
+            for piece in pieces:
+                self._give_back(piece, keep=False)
+            self._failed(requests, error)
+            return
+        self._ran(pieces, output)
+        for piece, result in zip(pieces, output.results, strict=True):
+            self._finish(piece, result)
+
+    def _run_chunk(self, request: Request) -> None:
+        """Runs the next chunk of a prompt that is longer than the budget, and queues what is left of it."""
+        assert self._cache is not None
+        try:
+            if self._long is None:
+                self._long = self._cache.begin(request)
+            long = self._long
+            assert long.request is request, "one long prompt at a time"
+            piece = long.next_piece(self._scheduler.max_tokens)
+            batch = self._batch([piece])
+            if long.pooling is None:
+                long.pooling = self._runner.begin_chunks(batch, request.plan)
+            output = self._runner.run_chunk(batch, long.pooling, is_last=piece.is_last)
+        except Exception as error:  # as in `_run`; if the prompt is run again, it starts over
+            self._end_long()
+            self._failed([request], error)
+            return
+        self._ran([piece], output)
+        long.done = piece.stop
+        if piece.is_last:
+            self._long = None
+            self._finish(long.whole, output.results[0])
+        else:
+            with self._changed:
+                self._scheduler.put_back(request, len(piece))
+
+    def _pieces(self, requests: Sequence[Request]) -> list[Piece]:
+        if self._cache is not None and self._cache.shares_prefixes:
+            return self._cache.whole(requests)
+        return [Piece(request, len(request)) for request in requests]
+
+    def _batch(self, pieces: Sequence[Piece]) -> PackedBatch:
+        pad_token_id = self.loaded.config.pad_token_id
+        return make_batch(pieces, self.loaded.device, pad_token_id=pad_token_id, cache=self._cache)
+
+    def _ran(self, pieces: Sequence[Piece], output: RunnerOutput) -> None:
+        tokens = sum(map(len, pieces))
+        self.metrics.ran(pieces, output, budget=self._scheduler.max_tokens)
+        speed = tokens / max(output.forward_s + output.pool_s, 1e-6)
+        self._tokens_per_s = 0.9 * self._tokens_per_s + 0.1 * speed if self._tokens_per_s else speed
+
+    def _finish(self, piece: Piece, result: torch.Tensor) -> None:
+        """Resolves a request. What it left in the cache may be read from now on, unless it was not finite."""
+        request = piece.request
+        request.num_cached_tokens = piece.start
+        is_finite = bool(torch.isfinite(result).all())
+        self._give_back(piece, keep=is_finite)
+        if is_finite:
+            self.metrics.ended(request, "ok")
+            request.resolve(result)
+        else:
+            self.metrics.ended(request, "nan")
+            request.fail(non_finite_error(request))
+
+    def _failed(self, requests: Sequence[Request], error: Exception) -> None:
+        """Runs a failed batch in halves, a lone request once more where memory was short, or fails it."""
+        self.metrics.failed_batches += 1
+        has_shrunk = is_out_of_memory(error) and self._shrink(requests)
+        if len(requests) > 1:
             logger.warning("a batch of %d raised %s; running it in halves", len(requests), type(error).__name__)
             middle = len(requests) // 2
             self._run(requests[:middle])
             self._run(requests[middle:])
             return
-        for request, result in zip(requests, results, strict=True):
-            _resolve(request, result)
+        [request] = requests
+        if is_out_of_memory(error) and not request.ran_out_of_memory:
+            # Chunks may fit where the whole did not. If there is nothing to shrink, one more try has to do.
+            request.ran_out_of_memory = not (has_shrunk and self.config.enable_chunked_prefill)
+            with self._changed:
+                self._scheduler.put_back(request, 0)
+            return
+        self.metrics.ended(request, "error")
+        request.fail(model_error(request, error))
+
+    def _shrink(self, requests: Sequence[Request]) -> bool:
+        """Halves the token budget, for good: what did not fit once will not fit the next time."""
+        self.metrics.out_of_memory += 1
+        if self.loaded.device.type == "cuda":
+            torch.cuda.empty_cache()
+        budget = self._scheduler.max_tokens
+        smaller = max(_LEAST_TOKENS, min(budget, sum(map(len, requests))) // 2)
+        if smaller >= budget:
+            return False
+        with self._changed:
+            self._scheduler.max_tokens = smaller
+        logger.warning("out of memory: batches have at most %d tokens from now on", smaller)
+        return True
+
+    def _give_back(self, piece: Piece, *, keep: bool) -> None:
+        if self._cache is not None:
+            self._cache.give_back(piece, keep=keep)
+
+    def _end_long(self) -> None:
+        if self._long is not None:
+            self._give_back(self._long.whole, keep=False)
+            self._long = None
+
+    def _drop(self, gone: Collection[Request]) -> None:
+        """Answers requests that nobody waits for any more."""
+        for request in gone:
+            self.metrics.ended(request, "cancelled" if request.future.cancelled() else "expired")
+            request.fail(deadline_error(request))
 
     # 4. End.
 
-    def close(self) -> None:
-        """Finishes the running batch, fails what waits, and stops the thread."""
-        if not self._thread.is_alive():
-            return
+    def close(self, *, drain_s: float = 0.0, timeout_s: float = 60.0) -> None:
+        """Stops the engine. What runs is finished, what waits gets `drain_s` to be run, the rest gets an error.
+
+        Args:
+            drain_s: Seconds that queued requests get; new ones are refused meanwhile.
+            timeout_s: Seconds after that until the running batch is given up as well.
+        """
         with self._changed:
-            self._closing = True
+            stop_at = time.monotonic() + drain_s
+            self._stop_at = stop_at if self._stop_at is None else min(stop_at, self._stop_at)
             self._changed.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        if threading.current_thread() is self._thread:
+            return
+        self._thread.join(drain_s + timeout_s)
+        if self._thread.is_alive():
+            logger.error("the device thread has not ended within %.0f s and is given up", drain_s + timeout_s)
+            self._fail_waiting()
 
     def _fail_waiting(self) -> None:
         with self._changed:
-            self._closing = True
+            if self._stop_at is None:
+                self._stop_at = time.monotonic()
             waiting = self._scheduler.drain()
         error = EngineDeadError(self._end_message())
-        for request in waiting:
-            if request.future.set_running_or_notify_cancel():
-                request.future.set_exception(error)
-        for request in self._running:  # what the thread died over
-            if not request.future.done():
-                request.future.set_exception(error)
+        for request in (*waiting, *self._running):
+            request.fail(error)
 
     def _end_message(self) -> str:
         return "the engine is shut down" if self._death is None else f"the device thread died: {self._death!r}"
-
-
-def _fail(request: Request, error: Exception) -> None:
-    if isinstance(error, AnypoolError):
-        request.future.set_exception(error)
-        return
-    failure = EngineError(f"request {request.request_id}: the model raised {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    request.future.set_exception(failure)
-
-
-def _resolve(request: Request, result: torch.Tensor) -> None:
-    if torch.isfinite(result).all():
-        request.future.set_result(result)
-    else:
-        request.future.set_exception(
-            NonFiniteResultError(
-                f"request {request.request_id}: the model gave NaN or infinity; "
-                "its weights may be damaged, or its dtype too narrow"
-            )
-        )
 
 
 def _close(engine: weakref.ref[Engine]) -> None:
     alive = engine()
     if alive is not None:
         alive.close()
-
-
-def _load_tokenizer(config: EngineConfig, opened: OpenedModel) -> Tokenizer | None:
-    if config.skip_tokenizer_init:
-        return None
-    if config.tokenizer is not None:
-        repository = Repository.open(config.tokenizer, cache_dir=config.download_dir)
-    else:
-        repository = opened.backbone
-        if repository.gguf is None and not any(map(repository.exists, _TOKENIZER_FILES)):
-            logger.warning("%s has no tokenizer: prompts must be token ids", opened.config.name)
-            return None
-    return Tokenizer.load(
-        repository, do_lower_case=opened.recipe.do_lower_case, trust_remote_code=config.trust_remote_code
-    )
-
-
-def _max_model_len(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer | None) -> int:
-    """The user's limit, else the recipe's, else the tokenizer's; never more than the position embeddings allow."""
-    most = loaded.config.max_positions
-    if config.max_model_len is not None:
-        if config.max_model_len > most:
-            raise ConfigError(
-                f"max_model_len={config.max_model_len:,} is more than {loaded.config.name} has positions for, {most:,}"
-            )
-        return config.max_model_len
-    stated = loaded.recipe.max_seq_length
-    if stated is None and tokenizer is not None:
-        stated = tokenizer.max_length
-    return most if stated is None else min(stated, most)

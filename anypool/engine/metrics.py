@@ -8,6 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from anypool.engine.pieces import Piece
+from anypool.engine.request import Request
+from anypool.model_executor.pooling_model_runner import RunnerOutput
+
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -88,6 +92,29 @@ class EngineMetrics:
     prepare_s: Histogram = field(default_factory=_seconds)
     forward_s: Histogram = field(default_factory=_seconds)
     pool_s: Histogram = field(default_factory=_seconds)
+
+    def submitted(self, requests: Sequence[Request]) -> None:
+        """Counts requests that were queued."""
+        for request in requests:
+            self.tasks[request.plan.task.value] += 1
+            self.prompt_tokens += len(request)
+            self.truncated += request.num_truncated_tokens > 0
+
+    def ran(self, pieces: Sequence[Piece], output: RunnerOutput, *, budget: int) -> None:
+        """Counts a forward pass."""
+        tokens = sum(map(len, pieces))
+        self.batches += 1
+        self.chunks += not pieces[0].is_last
+        self.computed_tokens += tokens
+        self.batch_tokens.observe(tokens)
+        self.batch_sequences.observe(len(pieces))
+        self.batch_fill.observe(tokens / budget)
+        self.forward_s.observe(output.forward_s)
+        self.pool_s.observe(output.pool_s)
+
+    def ended(self, request: Request, outcome: str) -> None:
+        """Counts a request that has its answer."""
+        self.requests[outcome] += 1
 
     @property
     def cache_hit_rate(self) -> float:

@@ -14,6 +14,7 @@ from anypool.engine.request import Request
 from anypool.model_executor.kv_store import KVStore
 from anypool.model_executor.layers.rotary import frequency_length
 from anypool.model_executor.model_config import ModelConfig
+from anypool.pooling.pooler import ChunkedPooling
 
 
 @dataclass(eq=False)
@@ -39,13 +40,42 @@ class Piece:
     def __len__(self) -> int:
         return self.stop - self.start
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the prompt ends with it."""
+        return self.stop == len(self.request)
+
+
+class LongPrompt:
+    """A prompt that runs in chunks.
+
+    Attributes:
+        request: Whose prompt.
+        whole: What is left of it after its cached prefix, with the blocks of all of it.
+        done: Tokens that are computed, or were cached.
+        pooling: What the chunks so far were folded into; None before the first.
+    """
+
+    def __init__(self, whole: Piece, *, stored_in_the_end: int) -> None:
+        self.request = whole.request
+        self.whole = whole
+        self.done = whole.start
+        self.pooling: ChunkedPooling | None = None
+        self._stored_in_the_end = stored_in_the_end
+
+    def next_piece(self, max_tokens: int) -> Piece:
+        """The next chunk. All of it is stored for the chunks that follow."""
+        stop = min(self.done + max_tokens, len(self.request))
+        stored = stop if stop < len(self.request) else max(self.done, self._stored_in_the_end)
+        return Piece(self.request, stop, self.done, stored, self.whole.blocks)
+
 
 class KVCache:
     """The key-value cache of one engine: blocks in the store, and who may read them.
 
     Args:
         config: The model's sizes.
-        dtype, device: Of its keys.
+        device: Where its keys are.
         block_size: Tokens per block.
         num_blocks: How many blocks there are.
         shares_prefixes: Whether blocks are kept for other prompts that begin alike.
@@ -73,25 +103,28 @@ class KVCache:
         coming: dict[bytes, int] = {}
         return [self._piece(request, coming) for request in requests]
 
-    def first_chunk(self, request: Request) -> Piece:
-        """An empty piece of a prompt that runs in chunks, with blocks for all of it."""
+    def begin(self, request: Request) -> LongPrompt:
+        """Starts a prompt that runs in chunks, with blocks for all of it."""
         hashes = self._hashes(request) if self.shares_prefixes else []
         cached = self.pool.match(hashes[: self._most_cached(request)])
-        needed = -(-len(request) // self.block_size) - len(cached)
-        fresh = self.pool.allocate(needed)
-        assert fresh is not None, "the cache has room for one prompt of any length, and holds one at a time"
-        start = len(cached) * self.block_size
+        fresh = self.pool.allocate(-(-len(request) // self.block_size) - len(cached))
+        assert fresh is not None, "there is room for one prompt of any length, and one is held at a time"
         new = dict(zip(hashes[len(cached) :], fresh))  # noqa: B905 - the last block may not be full
-        return Piece(request, start, start, start, [*cached, *fresh], new)
+        whole = Piece(
+            request, len(request), len(cached) * self.block_size, 0, [*cached, *fresh], new
+        )
+        return LongPrompt(whole, stored_in_the_end=len(hashes) * self.block_size)
 
-    def commit(self, piece: Piece) -> None:
-        """Lets others find what a piece has computed, and gives its blocks back."""
-        for block_hash, block in piece.new_blocks.items():
-            self.pool.commit(block, block_hash)
-        self.release(piece)
+    def give_back(self, piece: Piece, *, keep: bool) -> None:
+        """Releases the blocks of a piece.
 
-    def release(self, piece: Piece) -> None:
-        """Gives the blocks of a piece back."""
+        Args:
+            piece: One that has run, or never will.
+            keep: Whether others may find what it has computed.
+        """
+        if keep:
+            for block_hash, block in piece.new_blocks.items():
+                self.pool.commit(block, block_hash)
         self.pool.release(piece.blocks)
         piece.blocks, piece.new_blocks = [], {}
 

@@ -27,6 +27,7 @@ class Request:
         cache_salt: Requests share cached prefixes only with those of the same salt.
         tag, arrival: Its place in the queue, set by the scheduler.
         submitted: When it was queued, on the same clock.
+        ran_out_of_memory: Whether it has had its one more try after memory was short.
         settled: Whether its answer has been given, or its cancellation noted.
         future: Becomes the result, `[E]` or `[tokens, E]`, or an error. Cancelling it drops the request while it
             waits and between the chunks of a long prompt.
@@ -45,6 +46,7 @@ class Request:
     tag: int = 0
     arrival: int = 0
     submitted: float = 0.0
+    ran_out_of_memory: bool = False
     settled: bool = False
     future: Future[torch.Tensor] = field(default_factory=Future)
 

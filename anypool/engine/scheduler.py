@@ -55,6 +55,9 @@ class Scheduler:
             request.tag = tag + request.priority * self._priority_tokens
             request.arrival = next(self._arrivals)
             new.append(request)
+        self._enqueue(new)
+
+    def _enqueue(self, new: list[Request]) -> None:
         self.waiting_tokens += sum(map(len, new))
         short = [request for request in new if len(request) <= self.max_tokens]
         if len(short) == 1:
@@ -72,8 +75,7 @@ class Scheduler:
     def next_batch(self) -> list[Request]:
         """Takes the next requests off the queue, shortest first; empty where none waits.
 
-        Cancelled requests and those past their deadline are among them until `drop_gone` is called, or their turn
-        comes.
+        Those that are cancelled or past their deadline have their turn like any other.
         """
         anchor, long = self._anchor(), self._next_long()
         while anchor is not None and len(anchor) > self.max_tokens:  # the budget has shrunk since it came
@@ -90,27 +92,27 @@ class Scheduler:
         return self._take(*self._reach(self._place(anchor)))
 
     def put_back(self, request: Request, tokens: int) -> None:
-        """Queues a long request for its next chunk, after `tokens` of it have run."""
-        assert self._in_chunks is None
+        """Queues a request again: for its next chunk, after `tokens` of it have run, or to start over where 0 have."""
         request.tag += tokens
+        if tokens == 0:
+            self._enqueue([request])
+            return
+        assert self._in_chunks is None
         self.waiting_tokens += len(request)
         self._in_chunks = request
 
-    def drop_gone(self) -> list[Request]:
-        """Takes the requests off the queue that are cancelled or past their deadline."""
+    def take_gone(self) -> list[Request]:
+        """Takes the requests off the queue that are cancelled or past their deadline, but for one in chunks."""
         now = time.monotonic()
-        gone = [request for request in self._waiting() if request.is_gone(now)]
+        gone = {request for request in self._waiting() if request.is_gone(now)} - {self._in_chunks}
         if gone:
-            left = set(gone)
-            self._gone |= left.intersection(self._by_length)
-            self._by_length = [request for request in self._by_length if request not in left]
-            self._long = [entry for entry in self._long if entry[2] not in left]
+            self._gone |= gone.intersection(self._by_length)
+            self._by_length = [request for request in self._by_length if request not in gone]
+            self._long = [entry for entry in self._long if entry[2] not in gone]
             heapify(self._long)
-            if self._in_chunks in left:
-                self._in_chunks = None
             self.waiting_tokens -= sum(map(len, gone))
             self._anchor()
-        return gone
+        return list(gone)
 
     def drain(self) -> list[Request]:
         """Takes every waiting request off the queue."""

@@ -19,8 +19,9 @@ class PackedBatch:
         input_ids_T: `[T]` int64 token ids.
         positions_T: `[T]` int64, counted from 0 in each sequence's whole prompt.
         attn: The sequences, for attention.
-        segments: The sequences, for pooling; its positions count from 0 in each sequence.
+        segments: The prompts, for pooling: with their cached prefixes where hidden states are kept.
         token_type_ids_T: `[T]` int64 segment ids of text pairs, or None where all are 0.
+        keeps_hidden: Whether hidden states go to and come from the store beside the keys.
     """
 
     input_ids_T: torch.Tensor
@@ -28,6 +29,7 @@ class PackedBatch:
     attn: AttentionMetadata
     segments: Segments
     token_type_ids_T: torch.Tensor | None = None
+    keeps_hidden: bool = False
 
     @classmethod
     def pack(

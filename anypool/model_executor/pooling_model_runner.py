@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from anypool.model_executor.packed_batch import PackedBatch
 from anypool.pooling.plan import PoolingPlan
-from anypool.pooling.pooler import PooledGroup
+from anypool.pooling.pooler import ChunkedPooling, PooledGroup
+
+
+@dataclass(frozen=True)
+class RunnerOutput:
+    """What a forward pass gave, and what it took.
+
+    Attributes:
+        results: Per sequence `[E]`, or `[tokens, E]` for token-level tasks: float32 on the CPU, views of one buffer.
+            Empty where a chunk ended before its prompt did.
+        forward_s, pool_s: Seconds in the backbone and in the poolers. On a GPU the first is the time to launch it.
+    """
+
+    results: list[torch.Tensor]
+    forward_s: float
+    pool_s: float
 
 
 class PoolingModelRunner:
@@ -24,40 +41,100 @@ class PoolingModelRunner:
         self.model = model
         self.device = device
 
-    def run(self, batch: PackedBatch, plans: Sequence[PoolingPlan]) -> list[torch.Tensor]:
-        """Results in the order of the batch's sequences.
+    @torch.inference_mode()
+    def run(self, batch: PackedBatch, plans: Sequence[PoolingPlan]) -> RunnerOutput:
+        """Runs whole prompts, or what is left of them after their cached prefixes.
 
         Args:
             batch: The packed sequences, on the model's device.
             plans: One per sequence.
-
-        Returns:
-            Per sequence `[E]`, or `[tokens, E]` for token-level tasks: float32 on the CPU, views of one buffer.
         """
-        groups = self._forward(batch, plans)
-        # Allocated outside inference mode, so that results can be used where gradients are recorded.
-        host = torch.empty(sum(group.values.numel() for group in groups), dtype=torch.float32)
-        results: list[torch.Tensor | None] = [None] * len(plans)
-        start = 0
-        for group in groups:
-            values = host[start : start + group.values.numel()].view(group.values.shape)
-            values.copy_(group.values)
-            start += values.numel()
-            parts = values.unbind(0) if group.rows is None else values.split(group.rows)
-            for request, part in zip(group.requests, parts, strict=True):
-                results[request] = part
-        assert all(result is not None for result in results), "a pooler left a request without a result"
-        return results  # type: ignore[return-value]
+        began = time.perf_counter()
+        hidden_TD = self._forward(batch)
+        forwarded = time.perf_counter()
+        groups = self.model.pooler(_with_cached_rows(hidden_TD, batch), batch.segments, plans)
+        results = _to_host(groups, len(plans))
+        return RunnerOutput(results, forwarded - began, time.perf_counter() - forwarded)
 
     @torch.inference_mode()
-    def _forward(self, batch: PackedBatch, plans: Sequence[PoolingPlan]) -> list[PooledGroup]:
+    def begin_chunks(self, batch: PackedBatch, plan: PoolingPlan) -> ChunkedPooling:
+        """Starts pooling a prompt that runs in chunks. A prefix that is cached counts at once.
+
+        Args:
+            batch: The first chunk, the only sequence of its batch.
+            plan: What the prompt gets.
+        """
+        segments = batch.segments
+        pooling: ChunkedPooling = self.model.pooler.begin(
+            plan, skip=segments.skips[0], pad_token_id=segments.pad_token_id
+        )
+        if (cached := cached_rows(batch, 0)) is not None:
+            assert segments.input_ids_T is not None
+            pooling.update(cached, segments.input_ids_T[: len(cached)])
+        return pooling
+
+    @torch.inference_mode()
+    def run_chunk(self, batch: PackedBatch, pooling: ChunkedPooling, *, is_last: bool) -> RunnerOutput:
+        """Runs the next chunk of a prompt.
+
+        Args:
+            batch: The chunk, the only sequence of its batch.
+            pooling: What the chunks before it were folded into.
+            is_last: Whether the prompt ends with it.
+        """
+        began = time.perf_counter()
+        hidden_TD = self._forward(batch)
+        forwarded = time.perf_counter()
+        pooling.update(hidden_TD, batch.input_ids_T)
+        results = _to_host([pooling.result()], 1) if is_last else []
+        return RunnerOutput(results, forwarded - began, time.perf_counter() - forwarded)
+
+    def _forward(self, batch: PackedBatch) -> torch.Tensor:
         prefix = batch.attn.prefix
         if prefix is not None:
             prefix.begin()
-        hidden_TD = self.model(
+        hidden_TD: torch.Tensor = self.model(
             batch.input_ids_T, batch.positions_T, batch.attn, token_type_ids_T=batch.token_type_ids_T
         )
         if prefix is not None:
             prefix.end()
-        groups: list[PooledGroup] = self.model.pooler(hidden_TD, batch.segments, plans)
-        return groups
+            if batch.keeps_hidden:
+                prefix.store.write_hidden(prefix.slots_S, hidden_TD.index_select(0, prefix.rows_S))
+        return hidden_TD
+
+
+def cached_rows(batch: PackedBatch, sequence: int) -> torch.Tensor | None:
+    """`[start, D]` hidden states of the tokens before a sequence, or None where there are none or they are not kept."""
+    prefix = batch.attn.prefix
+    if prefix is None or not batch.keeps_hidden or prefix.lengths[sequence] == 0:
+        return None
+    store, start = prefix.store, prefix.lengths[sequence]
+    blocks_B1 = prefix.block_tables[sequence][: -(-start // store.block_size), None]
+    slots_S = (blocks_B1 * store.block_size + torch.arange(store.block_size, device=blocks_B1.device)).flatten()
+    return store.read_hidden(slots_S[:start])
+
+
+def _with_cached_rows(hidden_TD: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """The hidden states of the whole prompts of a batch, those of cached prefixes read from the store."""
+    cached = [cached_rows(batch, sequence) for sequence in range(len(batch.attn.lengths))]
+    if all(rows is None for rows in cached):
+        return hidden_TD
+    own = hidden_TD.split(batch.attn.lengths)
+    return torch.cat([rows for pair in zip(cached, own, strict=True) for rows in pair if rows is not None])
+
+
+def _to_host(groups: Sequence[PooledGroup], count: int) -> list[torch.Tensor]:
+    """Results in the order of the batch's sequences, copied together."""
+    with torch.inference_mode(False):  # so that results can be used where gradients are recorded
+        host = torch.empty(sum(group.values.numel() for group in groups), dtype=torch.float32)
+    results: list[torch.Tensor | None] = [None] * count
+    start = 0
+    for group in groups:
+        values = host[start : start + group.values.numel()].view(group.values.shape)
+        values.copy_(group.values)
+        start += values.numel()
+        parts = values.unbind(0) if group.rows is None else values.split(group.rows)
+        for request, part in zip(group.requests, parts, strict=True):
+            results[request] = part
+    assert all(result is not None for result in results), "a pooler left a request without a result"
+    return results  # type: ignore[return-value]

@@ -1,0 +1,43 @@
+"""What can go wrong with a request while it runs, and the error that its caller gets."""
+
+from __future__ import annotations
+
+import torch
+
+from anypool.engine.request import Request
+from anypool.errors import (
+    AnypoolError,
+    DeadlineExceededError,
+    EngineError,
+    NonFiniteResultError,
+    OutOfMemoryError,
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was short, on the device or on the host."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    # What torch raises for the host has no class of its own.
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def model_error(request: Request, error: Exception) -> AnypoolError:
+    """The error of a request that fails by itself."""
+    if isinstance(error, AnypoolError):
+        return error
+    kind = OutOfMemoryError if is_out_of_memory(error) else EngineError
+    failure = kind(f"request {request.request_id}: the model raised {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def non_finite_error(request: Request) -> NonFiniteResultError:
+    return NonFiniteResultError(
+        f"request {request.request_id}: the model gave NaN or infinity; "
+        "its weights may be damaged, or its dtype too narrow"
+    )
+
+
+def deadline_error(request: Request) -> DeadlineExceededError:
+    return DeadlineExceededError(f"request {request.request_id}: its time was up before its result was there")

@@ -1,0 +1,99 @@
+"""What an engine decides once, when it starts: limits, and what its key-value cache does."""
+
+from __future__ import annotations
+
+import logging
+
+from anypool.adapters.load import LoadedModel, OpenedModel
+from anypool.config import EngineConfig
+from anypool.engine.pieces import KVCache, device_memory, num_blocks
+from anypool.engine.tokenization import Tokenizer
+from anypool.errors import ConfigError
+from anypool.model_executor.weights.repository import Repository
+
+logger = logging.getLogger(__name__)
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.txt",
+    "vocab.json",
+    "spiece.model",
+    "tokenizer_config.json",
+)
+
+
+def load_tokenizer(config: EngineConfig, opened: OpenedModel) -> Tokenizer | None:
+    """The tokenizer; None where the user wants none, or the checkpoint has none."""
+    if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer is not None:
+        repository = Repository.open(config.tokenizer, cache_dir=config.download_dir)
+    else:
+        repository = opened.backbone
+        if repository.gguf is None and not any(map(repository.exists, _TOKENIZER_FILES)):
+            logger.warning("%s has no tokenizer: prompts must be token ids", opened.config.name)
+            return None
+    return Tokenizer.load(
+        repository, do_lower_case=opened.recipe.do_lower_case, trust_remote_code=config.trust_remote_code
+    )
+
+
+def resolve(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer | None) -> EngineConfig:
+    """The settings with nothing left to be chosen.
+
+    Raises:
+        ConfigError: A setting contradicts the checkpoint.
+    """
+    takes_prefix = bool(getattr(loaded.model, "takes_prefix", False))
+    for name in ("enable_chunked_prefill", "enable_prefix_caching"):
+        if getattr(config, name) and not takes_prefix:
+            raise ConfigError(
+                f"{name}=True: {loaded.config.name} cannot run a prompt in parts, since its tokens see those after "
+                "them, or mix otherwise than by attention; leave it unset"
+            )
+    is_templated_reranker = takes_prefix and loaded.rerank_template is not None
+    wanted = config.enable_chunked_prefill, config.enable_prefix_caching
+    return config.replace(
+        max_model_len=_max_model_len(config, loaded, tokenizer),
+        max_num_batched_tokens=config.max_num_batched_tokens or (4096 if loaded.device.type == "cpu" else 16384),
+        enable_chunked_prefill=takes_prefix if wanted[0] is None else wanted[0],
+        enable_prefix_caching=is_templated_reranker if wanted[1] is None else wanted[1],
+        served_model_name=config.served_model_name or config.model,
+    )
+
+
+def make_cache(config: EngineConfig, loaded: LoadedModel) -> KVCache | None:
+    """The key-value cache that these settings need: room for one long prompt, or for as many as memory allows."""
+    if not (config.enable_chunked_prefill or config.enable_prefix_caching):
+        return None
+    assert config.max_model_len is not None
+    memory = config.kv_cache_memory_fraction * device_memory(loaded.device) if config.enable_prefix_caching else 0.0
+    return KVCache(
+        loaded.config,
+        device=loaded.device,
+        block_size=config.block_size,
+        num_blocks=num_blocks(
+            loaded.config,
+            dtype=loaded.dtype,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+            memory=memory,
+        ),
+        shares_prefixes=bool(config.enable_prefix_caching),
+    )
+
+
+def _max_model_len(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer | None) -> int:
+    """The user's limit, else the recipe's, else the tokenizer's; never more than the position embeddings allow."""
+    most = loaded.config.max_positions
+    if config.max_model_len is not None:
+        if config.max_model_len > most:
+            raise ConfigError(
+                f"max_model_len={config.max_model_len:,} is more than {loaded.config.name} has positions for, {most:,}"
+            )
+        return config.max_model_len
+    stated = loaded.recipe.max_seq_length
+    if stated is None and tokenizer is not None:
+        stated = tokenizer.max_length
+    return most if stated is None else min(stated, most)
