@@ -69,7 +69,8 @@ class KVStore:
             v_SGV: Where the values go.
         """
         for stored, out in zip(self._layers[layer], (k_SGK, v_SGV), strict=True):
-            torch.index_select(stored.view(self.num_blocks, -1), 0, blocks_B, out=out.view(len(blocks_B), -1))
+            stored_BX = stored.view(self.num_blocks, -1)
+            torch.index_select(stored_BX, 0, blocks_B, out=out.view(len(blocks_B), stored_BX.shape[1]))
 
     @torch.no_grad()
     def write_hidden(self, slots_S: torch.Tensor, rows_SD: torch.Tensor) -> None:

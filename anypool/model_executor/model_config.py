@@ -22,7 +22,7 @@ from anypool.model_executor.config_readers import (
     HeadConfig,
     read_head,
 )
-from anypool.model_executor.layers.rotary import RopeConfig
+from anypool.model_executor.layers.rotary import RopeConfig, frequency_length
 from anypool.model_executor.weights.repository import Repository
 
 __all__ = ["FULL", "SLIDING", "DisentangledConfig", "HeadConfig", "ModelConfig"]
@@ -136,6 +136,10 @@ class ModelConfig:
         config = cls(**{**common, **reader(keys)})
         keys.report_unknown()
         return config
+
+    def frequency_lengths(self, length: int) -> tuple[int, ...]:
+        """What rotary keys take from a prompt's length: prompts share cached keys only where this is equal."""
+        return tuple(frequency_length(rope, length) for rope in self.rope.values())
 
     def replace(self, **changes: Any) -> ModelConfig:
         return dataclasses.replace(self, **changes)

@@ -3,6 +3,7 @@
 The module runs with a batch of one row, explicit positions and no mask, and its attention layers call our function
 through transformers' attention interface, which attends within the sequences. Whether an architecture gives its own
 numbers that way is not guessed: a short probe at load time compares packed with unpacked and refuses on a difference.
+Another one compares a text in two chunks with the whole text: `takes_prefix` says whether they are equal.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from anypool.errors import MissingDependencyError, UnsupportedArchitectureError, WeightsError
-from anypool.model_executor.attention import Attention, AttentionMetadata
+from anypool.errors import EngineError, MissingDependencyError, UnsupportedArchitectureError, WeightsError
+from anypool.model_executor.attention import Attention, AttentionMetadata, PrefixKeys
 from anypool.model_executor.attention.layer import window_of
+from anypool.model_executor.kv_store import KVStore
 from anypool.model_executor.layers.positions import positions_after_padding
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import Backbone, refuse_unused
@@ -91,7 +93,7 @@ class TransformersModel(Backbone):
         claimed: frozenset[str] = frozenset(),
         progress: bool = False,
     ) -> None:
-        """Loads module and weights through transformers, checks the audit it keeps, then probes packing.
+        """Loads module and weights through transformers, checks the audit it keeps, then probes packing and chunks.
 
         Args:
             repository: The checkpoint.
@@ -124,7 +126,9 @@ class TransformersModel(Backbone):
         accepts = inspect.signature(self.model.forward).parameters
         self._accepts = frozenset(accepts)
         self._position_padding = _position_padding(self.model)
-        _probe(self, device)
+        texts = _probe_texts(self.config, self.model)
+        packed = _probe(self, texts, device)
+        self.takes_prefix = _runs_in_chunks(self, texts[1], packed[1])
 
     def forward(
         self,
@@ -275,9 +279,28 @@ def _progress(shown: bool) -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
+# What modules of transformers and of a checkpoint's own code raise where they are not made for what they are given.
+_RAISED = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError)
+
+
+def _probe_texts(config: ModelConfig, model: Any) -> list[list[int]]:
+    """Three short texts, the second the longest."""
+    generator = torch.Generator().manual_seed(0)
+    vocab = min(config.vocab_size, model.get_input_embeddings().weight.shape[0])
+    first = min(vocab - 1, 1 if config.pad_token_id is None else config.pad_token_id + 1)
+    lengths = (5, _probe_length(config, model), 3)
+    texts: list[list[int]] = [torch.randint(first, vocab, (n,), generator=generator).tolist() for n in lengths]
+    if config.pad_token_id is not None and 0 <= config.pad_token_id < vocab:
+        texts[1][1] = config.pad_token_id  # where padding inside a text counts, it must count alike
+    return texts
+
+
 @torch.inference_mode()
-def _probe(backbone: TransformersModel, device: torch.device) -> None:
-    """Runs three short texts packed and each alone through transformers' eager attention, and compares.
+def _probe(backbone: TransformersModel, texts: list[list[int]], device: torch.device) -> Sequence[torch.Tensor]:
+    """Runs texts packed and each alone through transformers' eager attention, and compares.
+
+    Returns:
+        Per text its hidden states from the packed batch.
 
     Raises:
         UnsupportedArchitectureError: They differ by more than rounding: positions, windows or masks are handled
@@ -286,28 +309,66 @@ def _probe(backbone: TransformersModel, device: torch.device) -> None:
     config, model = backbone.config, backbone.model
     if "position_ids" not in backbone._accepts:
         raise _refusal(config, "its forward takes no position_ids")
-    longest = _probe_length(config, model)
-    generator = torch.Generator().manual_seed(0)
-    vocab = min(config.vocab_size, model.get_input_embeddings().weight.shape[0])
-    first = min(vocab - 1, 1 if config.pad_token_id is None else config.pad_token_id + 1)
-    texts = [torch.randint(first, vocab, (length,), generator=generator).tolist() for length in (5, longest, 3)]
-    if config.pad_token_id is not None and 0 <= config.pad_token_id < vocab:
-        texts[1][1] = config.pad_token_id  # where padding inside a text counts, it must count alike
     batch = PackedBatch.pack(texts, device=device)
     try:
         packed_TD = backbone(batch.input_ids_T, batch.positions_T, batch.attn)
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
+    except _RAISED as error:
         raise _refusal(config, f"it raises {type(error).__name__}: {error}") from error
     model.set_attn_implementation("eager")
     try:
         alone_TD = torch.cat([backbone._run(input_ids=torch.tensor([ids], device=device))[0] for ids in texts])
     finally:
         model.set_attn_implementation(ATTENTION)
-    differences_T = (packed_TD - alone_TD).float().norm(dim=-1)
-    worst = (differences_T / alone_TD.float().norm(dim=-1).clamp_min(1e-6)).max().item()
-    tolerance = 1e-3 if packed_TD.dtype == torch.float32 else 0.1
-    if not worst <= tolerance:
+    worst = _difference(packed_TD, alone_TD)
+    if not worst <= _tolerance(packed_TD.dtype):
         raise _refusal(config, f"packed and unpacked hidden states differ by {worst:.1e} of their length")
+    states: Sequence[torch.Tensor] = packed_TD.split(batch.attn.lengths)
+    return states
+
+
+@torch.inference_mode()
+def _runs_in_chunks(backbone: TransformersModel, ids: list[int], whole_TD: torch.Tensor) -> bool:
+    """Whether a text in two chunks, the second behind the cached keys of the first, has the states of the whole."""
+    if _frequencies_depend_on_length(backbone.model):
+        return False
+    device = whole_TD.device
+    store = KVStore(len(ids), 4, device)
+    middle = len(ids) * 2 // 5
+    chunks = []
+    for start, end in ((0, middle), (middle, len(ids))):
+        prefix = PrefixKeys.plan(
+            store, starts=(start,), lengths=(end - start,), block_tables=(range(len(ids)),), stored=(end,)
+        )
+        batch = PackedBatch.pack(
+            [ids[start:end]], device=device, starts=(start,), prompt_lengths=(len(ids),), prefix=prefix
+        )
+        try:
+            chunks.append(backbone(batch.input_ids_T, batch.positions_T, batch.attn))
+            prefix.end()
+        except (*_RAISED, AssertionError, EngineError):
+            return False
+    return _difference(torch.cat(chunks), whole_TD) <= _tolerance(whole_TD.dtype)
+
+
+def _frequencies_depend_on_length(model: nn.Module) -> bool:
+    """Whether rotary frequencies follow the length of a text, which transformers takes for that of a chunk."""
+    for module in model.modules():
+        rope_type = getattr(module, "rope_type", None)
+        kinds = rope_type.values() if isinstance(rope_type, dict) else (rope_type,)
+        if any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds):
+            return True
+    return False
+
+
+def _difference(actual_TD: torch.Tensor, expected_TD: torch.Tensor) -> float:
+    """The largest distance of a hidden state, as a part of its length."""
+    distance_T = (actual_TD - expected_TD).float().norm(dim=-1)
+    worst: float = (distance_T / expected_TD.float().norm(dim=-1).clamp_min(1e-6)).max().item()
+    return worst
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return 1e-3 if dtype == torch.float32 else 0.1
 
 
 def _probe_length(config: ModelConfig, model: Any) -> int:
