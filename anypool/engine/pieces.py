@@ -110,9 +110,7 @@ class KVCache:
         fresh = self.pool.allocate(-(-len(request) // self.block_size) - len(cached))
         assert fresh is not None, "there is room for one prompt of any length, and one is held at a time"
         new = dict(zip(hashes[len(cached) :], fresh))  # noqa: B905 - the last block may not be full
-        whole = Piece(
-            request, len(request), len(cached) * self.block_size, 0, [*cached, *fresh], new
-        )
+        whole = Piece(request, len(request), len(cached) * self.block_size, 0, [*cached, *fresh], new)
         return LongPrompt(whole, stored_in_the_end=len(hashes) * self.block_size)
 
     def give_back(self, piece: Piece, *, keep: bool) -> None:
@@ -141,9 +139,7 @@ class KVCache:
         new = dict(zip(missing, fresh))  # noqa: B905 - a full cache keeps fewer
         coming.update(new)
         blocks = [*blocks, *fresh]
-        return Piece(
-            request, len(request), start * self.block_size, len(blocks) * self.block_size, blocks, new
-        )
+        return Piece(request, len(request), start * self.block_size, len(blocks) * self.block_size, blocks, new)
 
     def _most_cached(self, request: Request) -> int:
         """Blocks that may be read rather than computed: at least one token of a prompt is computed."""
