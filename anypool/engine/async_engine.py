@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -55,16 +54,16 @@ class _Call:
 
     prepare: Callable[[], Sequence[Request]]
     options: ServingOptions
+    loop: asyncio.AbstractEventLoop
     answer: asyncio.Future[Served]
     deadline: float | None
     requests: Sequence[Request] = ()
     unfinished: int = 0
-    error: BaseException | None = None
     is_over: bool = False
 
 
 class AsyncEngine:
-    """Serves many callers of one event loop. Calls that arrive together are prepared and queued together.
+    """Serves many callers. Calls that arrive together are prepared and queued together.
 
     Args:
         engine: What runs them, or what to start one with.
@@ -76,11 +75,11 @@ class AsyncEngine:
         assert threads >= 2
         self.engine = engine if isinstance(engine, Engine) else Engine(engine)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="anypool-prepare")
+        self._lock = threading.Lock()
         self._idle_threads = threads
+        self._is_closed = False
         self._small: list[_Call] = []
         self._large: deque[_Call] = deque()
-        self._answered: deque[_Call] = deque()  # filled by other threads, emptied by the loop
-        self._lock = threading.Lock()
 
     async def run(
         self,
@@ -124,10 +123,13 @@ class AsyncEngine:
         """
         options, loop = options or ServingOptions(), asyncio.get_running_loop()
         deadline = None if options.timeout_s is None else time.monotonic() + options.timeout_s
-        call = _Call(prepare, options, loop.create_future(), deadline)
+        call = _Call(prepare, options, loop, loop.create_future(), deadline)
+        with self._lock:
+            if self._is_closed:
+                raise EngineDeadError("the engine is shut down")
+            (self._small if size < _SMALL else self._large).append(call)
         timer = None if options.timeout_s is None else loop.call_later(options.timeout_s, _expire, call)
-        (self._small if size < _SMALL else self._large).append(call)
-        loop.call_soon(self._dispatch, loop)  # after all others that are ready in this turn of the loop
+        loop.call_soon(self._dispatch)  # after all others that are ready in this turn of the loop
         try:
             return await call.answer
         finally:
@@ -140,49 +142,44 @@ class AsyncEngine:
     async def close(self, *, drain_s: float = 0.0) -> None:
         """Stops the engine; queued calls get `drain_s` seconds to be answered, the rest an error."""
         await asyncio.to_thread(self.engine.close, drain_s=drain_s)
-        self._pool.shutdown(wait=False)
-        for call in (*self._small, *self._large):
-            if not call.answer.done():
-                call.answer.set_exception(EngineDeadError("the engine is shut down"))
-        self._small.clear()
-        self._large.clear()
+        with self._lock:
+            self._is_closed = True
+            self._pool.shutdown(wait=False)
+            waiting, self._small, self._large = [*self._small, *self._large], [], deque()
+        for call in waiting:
+            _answer(call, EngineDeadError("the engine is shut down"))
 
-    def _dispatch(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _dispatch(self) -> None:
         """Hands what has arrived to idle threads."""
-        if self._small and self._idle_threads:
-            calls, self._small = self._small, []
-            self._start(calls, loop)
-        while self._large and self._idle_threads > 1:
-            self._start([self._large.popleft()], loop)
+        with self._lock:
+            while not self._is_closed and self._idle_threads and (calls := self._next(large=self._idle_threads > 1)):
+                self._idle_threads -= 1
+                self._pool.submit(self._work, calls)
 
-    def _start(self, calls: Sequence[_Call], loop: asyncio.AbstractEventLoop) -> None:
-        self._idle_threads -= 1
-        self._pool.submit(self._prepare, calls, loop).add_done_callback(lambda _: self._wake(loop, self._is_idle, loop))
-
-    def _is_idle(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._idle_threads += 1
-        self._dispatch(loop)
-
-    def _prepare(self, calls: Sequence[_Call], loop: asyncio.AbstractEventLoop) -> None:
+    def _work(self, calls: Sequence[_Call]) -> None:
         """On a thread: prepares calls, then queues them all, so that they can share a batch."""
-        ready = []
-        for call in calls:
-            try:
-                if not call.is_over:
-                    call.requests = call.prepare()
-                    ready.append(call)
-            except BaseException as error:  # the caller's, whatever it is
-                self._fail(call, error, loop)
-        for call in ready:
-            try:
-                self._submit(call, loop)
-            except Exception as error:
-                self._fail(call, error, loop)
+        while calls:
+            ready = [call for call in calls if not call.is_over and _prepare(call)]
+            for call in ready:
+                try:
+                    self._submit(call)
+                except Exception as error:  # the caller's, whatever it is
+                    _answer(call, error)
+            with self._lock:
+                calls = self._next(large=self._idle_threads > 0)
+                self._idle_threads += not calls
 
-    def _submit(self, call: _Call, loop: asyncio.AbstractEventLoop) -> None:
+    def _next(self, *, large: bool) -> Sequence[_Call]:
+        """What a thread should prepare: all small calls, or one large call if it may be one."""
+        if self._small:
+            calls, self._small = self._small, []
+            return calls
+        return [self._large.popleft()] if self._large and large else ()
+
+    def _submit(self, call: _Call) -> None:
         call.unfinished = len(call.requests)
         if not call.requests:
-            self._answer(call, loop)
+            _answer(call)
         if call.is_over:
             return
         self.engine.submit(
@@ -193,49 +190,45 @@ class AsyncEngine:
             cache_salt=call.options.cache_salt,
         )
         for request in call.requests:
-            request.future.add_done_callback(lambda future: self._count_down(call, future, loop))
+            request.future.add_done_callback(functools.partial(self._count_down, call))
         if call.is_over:  # the caller has gone meanwhile
             for request in call.requests:
                 request.future.cancel()
 
-    def _count_down(self, call: _Call, future: Future[torch.Tensor], loop: asyncio.AbstractEventLoop) -> None:
+    def _count_down(self, call: _Call, future: Future[torch.Tensor]) -> None:
         """A request has its answer: on the device thread, or at once where it had it before."""
         if future.cancelled():
             return
         with self._lock:
             call.unfinished -= 1
             is_last = call.unfinished == 0
-        if (error := future.exception()) is not None:
-            self._fail(call, error, loop)
-        elif is_last:
-            self._answer(call, loop)
+        error = future.exception()
+        if error is not None or is_last:
+            _answer(call, error)
 
-    def _fail(self, call: _Call, error: BaseException, loop: asyncio.AbstractEventLoop) -> None:
-        call.error = call.error or error
-        self._answer(call, loop)
 
-    def _answer(self, call: _Call, loop: asyncio.AbstractEventLoop) -> None:
-        """Wakes the loop, once for all calls that a batch answers."""
-        with self._lock:
-            is_first = not self._answered
-            self._answered.append(call)
-        if is_first:
-            self._wake(loop, self._deliver)
+def _prepare(call: _Call) -> bool:
+    try:
+        call.requests = call.prepare()
+    except BaseException as error:  # the caller's, whatever it is
+        _answer(call, error)
+        return False
+    return True
 
-    def _wake(self, loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
-            loop.call_soon_threadsafe(callback, *arguments)
 
-    def _deliver(self) -> None:
-        while self._answered:
-            call = self._answered.popleft()
-            if call.answer.done():
-                continue
-            if call.error is not None:
-                call.answer.set_exception(call.error)
-            else:
-                results = [request.future.result() for request in call.requests]
-                call.answer.set_result((list(call.requests), results))
+def _answer(call: _Call, error: BaseException | None = None) -> None:
+    """Gives a call its results or its error, from any thread."""
+
+    def deliver() -> None:
+        if call.answer.done():
+            return
+        if error is not None:
+            call.answer.set_exception(error)
+        else:
+            call.answer.set_result((list(call.requests), [request.future.result() for request in call.requests]))
+
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
+        call.loop.call_soon_threadsafe(deliver)
 
 
 def _expire(call: _Call) -> None:

@@ -283,6 +283,9 @@ class Engine:
         """Resolves a request. What it left in the cache may be read from now on, unless it was not finite."""
         request = piece.request
         request.num_cached_tokens = piece.start
+        if self._cache is not None and self._cache.shares_prefixes:
+            self.metrics.looked_up_tokens += len(request)
+            self.metrics.cached_tokens += piece.start
         is_finite = bool(torch.isfinite(result).all())
         self._give_back(piece, keep=is_finite)
         if is_finite:

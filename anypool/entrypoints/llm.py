@@ -393,5 +393,6 @@ def _common(request: Request) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
         "prompt_token_ids": request.token_ids,
+        "num_cached_tokens": request.num_cached_tokens,
         "num_truncated_tokens": request.num_truncated_tokens,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, wait
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from anypool import LLM, EngineConfig
 from anypool.engine.engine import Engine
 from anypool.engine.request import Request
-from anypool.errors import EngineDeadError, EngineError, NonFiniteResultError, OverloadedError
+from anypool.errors import DeadlineExceededError, EngineDeadError, EngineError, NonFiniteResultError, OverloadedError
 from anypool.pooling.tasks import PoolingTask
 from tests.helpers import assert_close, loaded, tiny_bert, vectors
 
@@ -72,15 +73,16 @@ def raise_for_marker(model: torch.nn.Module, error: BaseException) -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), ValueError("boom"), MemoryError("boom")], ids=repr)
 def test_a_request_that_makes_the_model_raise_fails_alone(engine: Engine, error: Exception) -> None:
-    clean = prepare(engine, *[ids(n) for n in range(1, 20)])
+    lengths = [n % 9 + 1 for n in range(64)]
+    clean = prepare(engine, *map(ids, lengths))
     engine.submit(clean)
     expected = [request.future.result(30) for request in clean]
     raise_for_marker(engine.loaded.model, error)
-    requests = prepare(engine, *[ids(n, MARKER if n == 7 else 20) for n in range(1, 20)])
+    requests = prepare(engine, *[ids(n, MARKER if i == 40 else 20) for i, n in enumerate(lengths)])
     engine.submit(requests)
     wait([request.future for request in requests], timeout=30)
-    for n, (request, vector) in enumerate(zip(requests, expected, strict=True), start=1):
-        if n == 7:
+    for i, (request, vector) in enumerate(zip(requests, expected, strict=True)):
+        if i == 40:
             with pytest.raises(EngineError, match=f"request {request.request_id}: the model raised .*boom") as caught:
                 request.future.result(30)
             assert caught.value.__cause__ is error
@@ -122,12 +124,22 @@ def test_a_cancelled_request_is_not_run(engine: Engine, gate: Gate) -> None:
     assert gate.entered.wait(30)
     engine.submit([cancelled, last])
     assert cancelled.future.cancel()
-    assert not first.future.cancel(), "it is running"
     gate.open()
     assert last.future.result(30).shape == first.future.result(30).shape
     assert MARKER not in ran
     with pytest.raises(CancelledError):
         cancelled.future.result(30)
+
+
+def test_a_request_that_is_running_may_be_cancelled(engine: Engine, gate: Gate) -> None:
+    gone, stays = prepare(engine, ids(), ids(4))
+    engine.submit([gone, stays])
+    assert gate.entered.wait(30)
+    assert gone.future.cancel()
+    gate.open()
+    assert stays.future.result(30).isfinite().all()
+    assert wait([gone.future], timeout=30).done
+    assert engine.is_alive
 
 
 def test_an_engine_whose_requests_are_all_cancelled_goes_on(engine: Engine, gate: Gate) -> None:
@@ -177,7 +189,118 @@ def test_a_request_larger_than_the_queue_is_taken_when_the_queue_is_empty(engine
     long.future.result(30)
 
 
+# Memory
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("boom"), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1")]
+)
+def test_running_out_of_memory_once_is_survived_and_remembered(engine: Engine, error: Exception) -> None:
+    prompts = [ids(n + 60) for n in range(20)]
+    expected = _run(engine, prompts)
+    failures = iter([error])
+
+    def fail_once(*_: Any) -> None:
+        if failure := next(failures, None):
+            raise failure
+
+    engine.loaded.model.register_forward_pre_hook(fail_once)
+    for vector, before in zip(_run(engine, prompts), expected, strict=True):
+        assert_close(vector, before, atol=1e-6)
+    assert engine.metrics.out_of_memory == 1
+    assert engine._scheduler.max_tokens < sum(map(len, prompts)), "the budget is smaller now"
+    batches = engine.metrics.batches
+    _run(engine, prompts)
+    assert engine.metrics.batches - batches >= 2
+    assert engine.metrics.out_of_memory == 1
+
+
+def test_a_lone_request_gets_one_more_try_when_memory_is_short(engine: Engine) -> None:
+    [expected] = _run(engine, [ids()])
+    failures = iter([MemoryError("boom")])
+
+    def fail_once(*_: Any) -> None:
+        if failure := next(failures, None):
+            raise failure
+
+    engine.loaded.model.register_forward_pre_hook(fail_once)
+    [vector] = _run(engine, [ids()])
+    assert_close(vector, expected, atol=1e-6)
+
+
+# Deadlines
+
+
+def test_a_request_whose_time_is_up_is_dropped_with_an_error(engine: Engine, gate: Gate) -> None:
+    ran: list[int] = []
+    engine.loaded.model.register_forward_pre_hook(lambda _, args: ran.extend(args[0].tolist()))
+    first, late, last = prepare(engine, ids(), ids(token=MARKER), ids(token=30))
+    engine.submit([first])
+    assert gate.entered.wait(30)
+    engine.submit([late], timeout_s=0.01)
+    engine.submit([last], timeout_s=60)
+    time.sleep(0.05)
+    gate.open()
+    assert last.future.result(30).isfinite().all()
+    with pytest.raises(DeadlineExceededError, match=f"request {late.request_id}: its time was up"):
+        late.future.result(30)
+    assert MARKER not in ran
+    assert engine.metrics.requests == {"ok": 2, "expired": 1}
+
+
+# Health
+
+
+def test_health_is_alive_then_busy_then_stuck_then_dead(engine: Engine, gate: Gate) -> None:
+    assert engine.health().status == "alive"
+    running, waiting = prepare(engine, ids(), ids(4))
+    engine.submit([running])
+    assert gate.entered.wait(30)
+    engine.submit([waiting])
+    health = engine.health()
+    assert (health.status, health.waiting_requests, health.waiting_tokens) == ("busy", 1, 6)
+    engine.config = engine.config.replace(stuck_after_s=0.01)
+    time.sleep(0.05)
+    health = engine.health()
+    assert health.status == "stuck"
+    assert "a batch of 1 has been running for" in health.message
+    gate.open()
+    waiting.future.result(30)
+    engine.close()
+    assert engine.health().status == "dead"
+    assert engine.health().message == "the engine is shut down"
+
+
 # The end
+
+
+def test_close_lets_the_queue_drain_within_its_time(engine: Engine, gate: Gate) -> None:
+    requests = prepare(engine, *[ids(n + 1) for n in range(8)])
+    engine.submit(requests)
+    assert gate.entered.wait(30)
+    closing = threading.Thread(target=engine.close, kwargs={"drain_s": 30})
+    closing.start()
+    while engine.is_alive:
+        time.sleep(0.001)
+    with pytest.raises(EngineDeadError):
+        engine.submit(prepare(engine, ids()))
+    gate.open()
+    closing.join(30)
+    assert all(request.future.result(0).isfinite().all() for request in requests)
+
+
+def test_close_gives_up_a_stuck_thread_and_answers_everyone(engine: Engine, gate: Gate) -> None:
+    running, waiting = prepare(engine, ids(), ids(4))
+    engine.submit([running])
+    assert gate.entered.wait(30)
+    engine.submit([waiting])
+    engine.close(timeout_s=0.05)
+    for request in (running, waiting):
+        with pytest.raises(EngineDeadError, match="shut down"):
+            request.future.result(0)
+    gate.open()
+    engine._thread.join(30)
+    assert not engine._thread.is_alive()
 
 
 def test_close_finishes_what_runs_and_fails_what_waits(engine: Engine, gate: Gate) -> None:
@@ -227,8 +350,10 @@ def test_a_dead_device_thread_fails_what_runs_what_waits_and_what_comes(
             with pytest.raises(EngineDeadError, match=r"the device thread died: SystemExit\('killed'\)"):
                 request.future.result(30)
     assert "the device thread died" in caplog.text
-    engine._thread.join(30)
-    assert not engine.is_alive
+    engine._thread.join(2)
+    health = engine.health()
+    assert health.status == "dead"
+    assert health.message == "the device thread died: SystemExit('killed')"
     with pytest.raises(EngineDeadError, match="the device thread died"):
         engine.submit([late])
 

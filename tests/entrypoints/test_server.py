@@ -313,7 +313,7 @@ def test_body_over_the_limit_is_413(engine: Engine) -> None:
 
 
 def fail_with(monkeypatch: pytest.MonkeyPatch, engine: Engine, failure: Exception) -> None:
-    def submit(requests: list[Request], *, bounded: bool) -> None:
+    def submit(requests: list[Request], *, bounded: bool, **_: Any) -> None:
         assert bounded
         for request in requests:
             request.future.set_exception(failure)
@@ -322,7 +322,7 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, engine: Engine, failure: Exceptio
 
 
 def test_overload_is_503_with_retry_after(client: Client, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def submit(requests: list[Request], *, bounded: bool) -> None:
+    def submit(requests: list[Request], **_: Any) -> None:
         raise OverloadedError("the queue is full", retry_after_s=2.2)
 
     monkeypatch.setattr(engine, "submit", submit)
@@ -365,7 +365,7 @@ def test_health_answers_while_the_engine_is_busy(
     queued, submit = threading.Event(), engine.submit
     held: list[Request] = []
 
-    def hold(requests: list[Request], *, bounded: bool) -> None:
+    def hold(requests: list[Request], **_: Any) -> None:
         held.extend(requests)
         queued.set()
 
@@ -422,11 +422,11 @@ def test_queued_requests_are_cancelled_when_the_client_leaves(
     cancelled: list[bool] = []
 
     async def call() -> list[dict[str, Any]]:
-        leave = asyncio.Event()
+        leave, loop = asyncio.Event(), asyncio.get_running_loop()
 
-        def hold(requests: list[Request], *, bounded: bool) -> None:
+        def hold(requests: list[Request], **_: Any) -> None:
             held.extend(requests)
-            leave.set()
+            loop.call_soon_threadsafe(leave.set)
 
         monkeypatch.setattr(engine, "submit", hold)
         body = json.dumps({"input": TEXTS}).encode()
@@ -445,7 +445,7 @@ def test_other_inputs_are_cancelled_when_one_fails(
 ) -> None:
     held: list[Request] = []
 
-    def fail_second(requests: list[Request], *, bounded: bool) -> None:
+    def fail_second(requests: list[Request], **_: Any) -> None:
         held.extend(requests)
         requests[1].future.set_exception(NonFiniteResultError("NaN"))
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 from fastapi import FastAPI
 
 import anypool
+from anypool.engine.async_engine import AsyncEngine
 from anypool.engine.engine import Engine
 from anypool.entrypoints.serve.http_errors import install_error_handlers
 from anypool.entrypoints.serve.routes import embeddings, health, models
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
-# Requests that are tokenised at one time. A thread cannot be stopped, so those that wait are those that can be dropped.
-_PREPARING = 4
 
 
 def create_app(engine: Engine, *, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
@@ -26,9 +24,9 @@ def create_app(engine: Engine, *, max_body_bytes: int = MAX_BODY_BYTES) -> FastA
     """
     app = FastAPI(title="anypool", version=anypool.__version__, summary="Embeddings from any language model")
     app.state.engine = engine
+    app.state.async_engine = AsyncEngine(engine)
     app.state.max_body_bytes = max_body_bytes
     app.state.created = int(time.time())
-    app.state.preparing = asyncio.Semaphore(_PREPARING)
     install_error_handlers(app)
     for routes in (embeddings, models, health):
         app.include_router(routes.router)

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from anypool.entrypoints.serve.schemas.errors import ErrorDetail, ErrorResponse
 from anypool.errors import (
     AnypoolError,
+    DeadlineExceededError,
     EngineDeadError,
     EngineError,
     InvalidPromptError,
@@ -64,6 +65,8 @@ async def _respond(http: Request, error: Exception) -> Response:
         return error_response(503, detail, {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))})
     if isinstance(error, EngineDeadError):
         return error_response(503, ErrorDetail(message=str(error), type=_SERVER, code="engine_dead"))
+    if isinstance(error, DeadlineExceededError):
+        return error_response(504, ErrorDetail(message=str(error), type=_SERVER, code="deadline_exceeded"))
     if isinstance(error, EngineError):
         return error_response(500, ErrorDetail(message=str(error), type=_SERVER))
     message = f"the server failed on this request ({type(error).__name__}); its log says more"

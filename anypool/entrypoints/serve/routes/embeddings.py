@@ -6,7 +6,7 @@ import asyncio
 
 from fastapi import APIRouter, Request, Response
 
-from anypool.engine.engine import Engine
+from anypool.engine.async_engine import AsyncEngine
 from anypool.engine.request import Request as EngineRequest
 from anypool.entrypoints.serve.body import parse_body, read_body
 from anypool.entrypoints.serve.disconnect import unless_gone
@@ -35,27 +35,22 @@ _REQUEST_BODY = {
 async def create_embeddings(http: Request) -> Response:
     """Embeds texts or token ids."""
     body = await read_body(http, http.app.state.max_body_bytes)
-    content = await unless_gone(http, _embed(http.app.state.engine, body, http.app.state.preparing))
+    content = await unless_gone(http, _embed(http.app.state.async_engine, body))
     return Response(content, media_type="application/json")
 
 
-async def _embed(engine: Engine, body: bytes, preparing: asyncio.Semaphore) -> bytes:
-    async with preparing:
-        asked, requests = await asyncio.to_thread(_prepare, engine, body)
-    try:
-        engine.submit(requests, bounded=True)
-        vectors_E = await asyncio.gather(*(asyncio.wrap_future(request.future) for request in requests))
-    finally:
-        for request in requests:  # after an error, or when the client is gone, nobody wants the rest
-            request.future.cancel()
-    model = engine.config.served_model_name or engine.config.model
-    arguments = {"model": model, "encoding_format": asked.encoding_format or "float"}
+async def _embed(engine: AsyncEngine, body: bytes) -> bytes:
+    parsed: list[EmbeddingRequest] = []
+
+    def prepare() -> list[EngineRequest]:
+        asked = parse_body(body, EmbeddingRequest)
+        parsed.append(asked)
+        check_model(engine.engine, asked.model)
+        return engine.engine.prepare(asked.input, PoolingTask.EMBED, asked.pooling_params, asked.prompt_options)
+
+    requests, vectors_E = await engine.serve(prepare, size=len(body))
+    model = engine.engine.config.served_model_name or engine.engine.config.model
+    arguments = {"model": model, "encoding_format": parsed[0].encoding_format or "float"}
     if sum(vector_E.numel() for vector_E in vectors_E) <= _INLINE_NUMBERS:
         return encode_embeddings(requests, vectors_E, **arguments)
     return await asyncio.to_thread(encode_embeddings, requests, vectors_E, **arguments)
-
-
-def _prepare(engine: Engine, body: bytes) -> tuple[EmbeddingRequest, list[EngineRequest]]:
-    asked = parse_body(body, EmbeddingRequest)
-    check_model(engine, asked.model)
-    return asked, engine.prepare(asked.input, PoolingTask.EMBED, asked.pooling_params, asked.prompt_options)

@@ -15,10 +15,13 @@ router = APIRouter()
 @router.head("/health", include_in_schema=False)
 @router.get("/health", responses=ERROR_RESPONSES)
 async def health(http: Request) -> dict[str, str]:
-    """Whether requests are served: 200 or 503."""
+    """Whether requests are served: 200, or 503 where the device thread is dead or stuck."""
     engine: Engine = http.app.state.engine
-    if not engine.is_alive:
-        raise EngineDeadError("the engine has stopped: restart the server")
+    health = engine.health()
+    if health.status == "dead":
+        raise EngineDeadError(f"the engine has stopped, restart the server: {health.message}")
+    if health.status == "stuck":
+        raise EngineDeadError(f"the engine is stuck: {health.message}")
     return {"status": "ok"}
 
 
