@@ -119,6 +119,9 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ({"prompt": "cat", "prompt_token_ids": [1]}, r"input 0 has the keys \['prompt', 'prompt_token_ids'\]"),
     ({1: "cat"}, r"input 0 has the keys \['1'\]"),
     ({"prompt": None}, "input 0: 'prompt' holds a NoneType"),
+    ({"text_pair": "cat"}, r"input 0 has the keys \['text_pair'\]"),
+    ({"prompt": "cat", "text_pair": None}, "input 0: 'text_pair' holds a NoneType"),
+    ({"prompt": "cat", "text_pair": "\ud800"}, "input 0: 'text_pair' is not valid Unicode"),
     ({"prompt": [1, 2]}, "input 0: 'prompt' holds a list"),
     ({"prompt_token_ids": "cat"}, "input 0: 'prompt_token_ids' holds a str"),
     ({"prompt_token_ids": None}, "input 0 is None"),
@@ -171,6 +174,15 @@ def test_truncation_keeps_the_special_tokens_on_either_side(llm: LLM, side: str,
     options = {"truncate_prompt_tokens": 5, "truncation_side": side}
     [same] = llm.embed(prompt, tokenization_kwargs=options, use_tqdm=False)
     assert same.prompt_token_ids == output.prompt_token_ids
+
+
+def test_settings_of_the_tokenizer_are_a_dictionary(llm: LLM, submitted: list[Any]) -> None:
+    refuse(
+        lambda: llm.embed("cat", tokenization_kwargs="truncation_side", use_tqdm=False),  # type: ignore[arg-type]
+        InvalidParameterError,
+        "tokenization_kwargs='truncation_side' is not a dictionary; known keys: truncate_prompt_tokens, trunc",
+    )
+    assert not submitted
 
 
 @pytest.mark.parametrize("limit", [0, -2, 1.5, "5", True])
@@ -404,6 +416,7 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
         ({"logit_mean": "0"}, "logit_mean='0' is not a finite number"),
         ({"logit_mean": float("nan")}, "logit_mean=nan is not a finite number"),
         ({"logit_sigma": True}, "logit_sigma=True is not a finite number"),
+        pytest.param({"logit_sigma": 10**400}, "logit_sigma=10+ is not a finite number", id="more than a float"),
         ({"logit_sigma": 0}, "logit_sigma=0 would divide by zero"),
         ({"logit_bias": 1.0, "logit_mean": 1.0}, "logit_bias and logit_mean are the same setting: give logit_mean"),
         ({"logit_scale": 1.0, "logit_sigma": 1.0}, "logit_scale and logit_sigma are the same setting"),
@@ -433,6 +446,8 @@ def test_an_engine_config_refuses_the_same_as_the_llm() -> None:
         ({"model_type": "nope"}, UnsupportedArchitectureError, "does not know the model type 'nope'"),
         ({"hidden_act": "nope"}, ModelLoadError, "nope"),
         ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedArchitectureError, "quantized \\(gptq\\)"),
+        ({"problem_type": "ranking"}, CheckpointFormatError, "problem_type='ranking'; known: regression, single_label"),
+        ({"id2label": {"bad": "x"}}, CheckpointFormatError, "id2label with the key 'bad'; its keys are the numbers"),
         ({"dtype": "int8"}, ConfigError, "dtype 'int8'; pass dtype= one of float32, bfloat16, float16"),
     ],
     ids=str,

@@ -54,7 +54,12 @@ def head_from_config(config: ModelConfig, checkpoint: Checkpoint, token_id: Call
         )
     if token_id is None:
         raise ConfigError("classifier_from_token needs the model's tokenizer, and none is loaded")
-    return rows_head(config, checkpoint, [token_id(token) for token in tokens], difference=method == TWO_WAY_SOFTMAX)
+    token_ids = [token_id(token) for token in tokens]
+    if len(set(token_ids)) < len(token_ids):
+        raise ConfigError(
+            f"classifier_from_token has {list(tokens)}, which are the tokens {token_ids}: one stands twice"
+        )
+    return rows_head(config, checkpoint, token_ids, difference=method == TWO_WAY_SOFTMAX)
 
 
 def manifest_head(

@@ -151,6 +151,9 @@ def load_pooling_model(
             for task, pooler in score_poolers(head, types=settings["score_pooling_type"].value).items():
                 model.pooler.install(task, pooler)
     model.eval()
+    defaults = pooling_defaults(model, config, settings, size, user, head)
+    if engine.chat_template is not None:
+        _refuse_unread_template(model, config, defaults)
     return LoadedModel(
         model=model,
         repository=opened.repository,
@@ -158,7 +161,7 @@ def load_pooling_model(
         recipe=recipe,
         head=head,
         rerank_template=_rerank_template(engine, opened, head, manifest),
-        defaults=pooling_defaults(model, config, settings, size, user, head),
+        defaults=defaults,
         settings=settings,
         device=device,
         dtype=dtype,
@@ -219,6 +222,15 @@ def _rerank_template(
         return manifest
     text = read_template(backbone)
     return own_template(backbone) if text is not None and names_both_roles(text) else None
+
+
+def _refuse_unread_template(model: nn.Module, config: ModelConfig, defaults: PoolingDefaults) -> None:
+    scores = defaults.scores.get(PoolingTask.CLASSIFY)
+    if scores is None or scores.columns != 1 or getattr(model, "score_type", None) == "late-interaction":
+        raise ConfigError(
+            f"chat_template has no meaning for {config.name}: it is the prompt of a pair of texts, and this model has "
+            "no head of one label that reads one; leave it out"
+        )
 
 
 def _primary_task(head: Head | None, convert: str) -> PoolingTask:

@@ -34,7 +34,7 @@ class TemplatedPrompt:
 
     Attributes:
         pieces: Texts, each tokenised by itself and joined.
-        cut: The piece that holds the document, which is shortened on the right when the whole is too long.
+        cut: The piece that holds the document, which is shortened when the whole is too long.
         document: Where the document stands in that piece: start and end in characters.
         special_tokens: Whether the tokenizer's own special tokens stand around the whole.
     """

@@ -152,6 +152,7 @@ def pooling_defaults(
             raise ConfigError(str(error)) from error
     scores = _own_score_defaults(model, user) if head is None else _score_defaults(model, settings, user, head)
     _refuse_without_scores(user, scores)
+    _refuse_softmax_of_one(user, scores)
     return PoolingDefaults(
         tasks=model.pooler.tasks,
         size=allowed,
@@ -234,6 +235,18 @@ def _refuse_without_scores(user: PoolerConfig, scores: Mapping[PoolingTask, Scor
             raise _no_meaning(name, getattr(user, name))
     if user.token_pooling_type == "STEP" and not by_token:
         raise _no_meaning("pooling_type", "STEP")
+
+
+def _refuse_softmax_of_one(user: PoolerConfig, scores: Mapping[PoolingTask, ScoreDefaults]) -> None:
+    if user.activation is None and user.returned_token_ids is None:
+        return
+    for task, one in scores.items():
+        columns = one.columns if one.returned_columns is None else len(one.returned_columns)
+        if one.activation == "softmax" and columns == 1:
+            raise ConfigError(
+                f"PoolerConfig: task {task.value!r} would be the softmax of a single score, which is always 1: "
+                "use activation='sigmoid' or 'none', or keep several columns"
+            )
 
 
 def _no_meaning(name: str, value: object) -> ConfigError:

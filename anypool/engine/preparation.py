@@ -90,7 +90,7 @@ class Preparation:
                 first, second = pieces[prefix + prompt.first], pieces[prompt.second]
                 tokens = self._pair(first, second, index, limit, side, skip)
             elif isinstance(prompt, TemplatedPrompt):
-                tokens = self._templated(prompt, pieces, index, limit)
+                tokens = self._templated(prompt, pieces, index, limit, options.truncation_side or "right")
             else:
                 is_text = isinstance(prompt, str)
                 ids = next(texts) if isinstance(prompt, str) else prompt
@@ -241,6 +241,10 @@ class Preparation:
     ) -> _Tokens:
         """Two texts with the tokenizer's own pair template; the longer of them is cut first."""
         tokenizer = self._need_tokenizer()
+        if self.loaded.rerank_template is not None:
+            raise InvalidPromptError(
+                f"input {index} is a pair of texts, and {self.loaded.config.name} reads it in a template: call score()"
+            )
         ids, types, full = tokenizer.join_pair(first, second, limit, side=side)
         if limit is None and full > self.max_model_len:
             raise self._too_long(index, full)
@@ -248,7 +252,7 @@ class Preparation:
         return _Tokens(ids, full - len(ids), types=types if has_types else None, skip=skip)
 
     def _templated(
-        self, prompt: TemplatedPrompt, pieces: Mapping[str, list[int]], index: int, limit: int | None
+        self, prompt: TemplatedPrompt, pieces: Mapping[str, list[int]], index: int, limit: int | None, side: str
     ) -> _Tokens:
         """Pieces tokenised one by one; where they are too long, the document is cut and nothing else."""
         parts = [pieces[piece] for piece in prompt.pieces]
@@ -258,7 +262,7 @@ class Preparation:
             if limit is None:
                 raise self._too_long(index, full)
             cut = parts[prompt.cut]
-            parts[prompt.cut] = self._cut_document(prompt, cut, full - len(cut), index, limit)
+            parts[prompt.cut] = self._cut_document(prompt, cut, full - len(cut), index, limit, side)
         ids = [i for part in (around[0], *parts, around[1]) for i in part]
         return _Tokens(ids, full - len(ids))
 
@@ -270,7 +274,7 @@ class Preparation:
         return [] if has_before else before, [] if has_after else after
 
     def _cut_document(
-        self, prompt: TemplatedPrompt, whole: list[int], others: int, index: int, limit: int
+        self, prompt: TemplatedPrompt, whole: list[int], others: int, index: int, limit: int, side: str
     ) -> list[int]:
         """The part that holds the document, so short that it fits into the limit with `others` tokens beside it."""
         before, after = self._need_tokenizer().around(prompt.pieces[prompt.cut], *prompt.document)
@@ -278,9 +282,12 @@ class Preparation:
         if room < before:
             raise InvalidPromptError(
                 f"input {index}: the template and the query alone have {others + before + len(after):,} tokens, "
-                f"the limit is {limit:,}",
+                f"the limit is {limit:,}: shorten the query",
                 param="truncate_prompt_tokens",
             )
+        if side == "left":
+            before = self._need_tokenizer().tokens_before(prompt.pieces[prompt.cut], prompt.document[0])
+            return whole[:before] + whole[len(whole) - (limit - others - before) :]
         return whole[:room] + after
 
     def _too_long(self, index: int, tokens: int) -> PromptTooLongError:

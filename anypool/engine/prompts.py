@@ -13,7 +13,9 @@ from anypool.errors import InvalidPromptError
 Prompt = Union[str, "list[int]", Mapping[str, Any]]
 
 _BYTES = (bytes, bytearray, memoryview)
-_FORMS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': [...]}"
+_FORMS = (
+    "a text, a list of token ids, {'prompt': text}, {'prompt': text, 'text_pair': text} or {'prompt_token_ids': [...]}"
+)
 
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
@@ -39,7 +41,7 @@ def _is_token(value: object) -> bool:
 
 @dataclass(frozen=True)
 class TextPair:
-    """Two texts that a cross-encoder reads together."""
+    """Two texts that a classifier of pairs reads together."""
 
     first: str
     second: str
@@ -66,6 +68,8 @@ def check_prompt(
             check_text(piece, f"input {index}")
         return prompt
     if isinstance(prompt, Mapping):
+        if set(prompt) == {"prompt", "text_pair"}:
+            return _pair(prompt, index)
         if len(prompt) != 1 or next(iter(prompt)) not in ("prompt", "prompt_token_ids"):
             raise InvalidPromptError(f"input {index} has the keys {sorted(map(str, prompt))}; give {_FORMS}")
         key, value = next(iter(prompt.items()))
@@ -87,6 +91,14 @@ def check_prompt(
             raise InvalidPromptError(f"input {index} is an empty list of token ids")
         return [int(token) for token in ids]
     raise InvalidPromptError(f"input {index} is {prompt!r} ({type(prompt).__name__}); give {_FORMS}")
+
+
+def _pair(prompt: Mapping[str, Any], index: int) -> TextPair:
+    for key, text in prompt.items():
+        if not isinstance(text, str):
+            raise InvalidPromptError(f"input {index}: {key!r} holds a {type(text).__name__}; give {_FORMS}")
+        check_text(text, f"input {index}: {key!r}")
+    return TextPair(prompt["prompt"], prompt["text_pair"])
 
 
 def check_text(text: str, what: str) -> str:

@@ -162,6 +162,11 @@ class Tokenizer:
         offsets: list[tuple[int, int]] = self._backend.encode(text, add_special_tokens=True).offsets
         return offsets
 
+    def tokens_before(self, text: str, position: int) -> int:
+        """How many tokens of a text, which is given without special tokens, end at or before a character."""
+        places = self._backend.encode(text, add_special_tokens=False).offsets
+        return next((i for i, (_, stop) in enumerate(places) if stop > position), len(places))
+
     def around(self, text: str, start: int, end: int) -> tuple[int, list[int]]:
         """What stands around a part of a text, which is given without special tokens.
 

@@ -16,7 +16,7 @@ from anypool.adapters.rerank_templates import ChatTemplate
 from anypool.config import EngineConfig, is_int
 from anypool.engine.engine import Engine
 from anypool.engine.preparation import PromptOptions
-from anypool.engine.prompts import Prompt, as_prompt_list
+from anypool.engine.prompts import Prompt, as_prompt_list, check_text
 from anypool.engine.request import Request
 from anypool.entrypoints.scoring import Scores, as_pairs, as_query_and_documents, score_pairs
 from anypool.errors import InvalidParameterError
@@ -288,6 +288,14 @@ class LLM:
         *,
         roles: bool,
     ) -> Scores:
+        if params is not None and not isinstance(params, PoolingParams):
+            raise InvalidParameterError(
+                f"pooling_params={params!r} is not a PoolingParams; pairs of a call share one", param="pooling_params"
+            )
+        if instruction is not None:
+            if not isinstance(instruction, str):
+                raise InvalidParameterError(f"instruction={instruction!r} is not a text", param="instruction")
+            check_text(instruction, "instruction")
         arguments = {"truncate_prompt_tokens": -1, **arguments}
 
         def run(
@@ -382,7 +390,13 @@ def _options(arguments: PromptArguments) -> PromptOptions:
         if name not in known:
             raise TypeError(f"unexpected keyword argument {name!r}; known: {', '.join(known)}")
     values: dict[str, Any] = {name: arguments.get(name) for name in ("truncate_prompt_tokens", "truncation_side")}
-    for key, value in (arguments.get("tokenization_kwargs") or {}).items():
+    further = arguments.get("tokenization_kwargs") or {}
+    if not isinstance(further, Mapping):
+        raise InvalidParameterError(
+            f"tokenization_kwargs={further!r} is not a dictionary; known keys: {', '.join(values)}",
+            param="tokenization_kwargs",
+        )
+    for key, value in further.items():
         if key not in values:
             raise InvalidParameterError(f"tokenization_kwargs has {key!r}; known: {', '.join(values)}", param=key)
         values[key] = value

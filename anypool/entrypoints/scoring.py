@@ -125,7 +125,7 @@ def score_pairs(
     if scores.columns != 1:
         raise UnsupportedTaskError(
             f"{loaded.config.name} has {scores.columns} labels, and a score is one number: "
-            "call classify() and choose a label",
+            "call classify([{'prompt': first, 'text_pair': second}]) and choose a label",
             param="task",
         )
     pairs = _pairs(engine, left, right, template or loaded.rerank_template, instruction, options)

@@ -15,6 +15,7 @@ from anypool.model_executor.layers.rotary import FREQUENCIES, RopeConfig
 logger = logging.getLogger(__name__)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+_PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +74,34 @@ class HeadConfig:
     logit_scale: float = 1.0
 
 
+def _label_number(given: object, keys: Keys) -> int:
+    try:
+        return int(str(given))
+    except ValueError:
+        raise CheckpointFormatError(
+            f"{keys.name}: config.json has id2label with the key {given!r}; its keys are the numbers of the labels"
+        ) from None
+
+
+def _problem_type(keys: Keys) -> str | None:
+    given: str | None = keys.get("problem_type", None)
+    if given not in (None, *_PROBLEM_TYPES):
+        raise CheckpointFormatError(
+            f"{keys.name}: config.json has problem_type={given!r}; known: {', '.join(_PROBLEM_TYPES)}"
+        )
+    return given
+
+
 def read_head(keys: Keys) -> HeadConfig:
     """What every family writes in the same words."""
-    names = {int(i): str(label) for i, label in (keys.get("id2label", None) or {}).items()}
+    names = {_label_number(i, keys): str(label) for i, label in (keys.get("id2label", None) or {}).items()}
     saved = keys.get("sentence_transformers", None)
     activation = saved.get("activation_fn") if isinstance(saved, Mapping) else None
     scale = keys.get("logits_scaling", None)  # Granite divides by it
     return HeadConfig(
         labels=keys.get("num_labels", None) or len(names) or None,
         id2label=names,
-        problem_type=keys.get("problem_type", None),
+        problem_type=_problem_type(keys),
         score_activation=activation or keys.get("sbert_ce_default_activation_function", None),
         pooling=keys.get("classifier_pooling", "cls"),
         activation=keys.get("classifier_activation", None) or keys.get("pooler_hidden_act", None),

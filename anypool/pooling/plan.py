@@ -120,6 +120,8 @@ def make_plan(task: PoolingTask, params: PoolingParams, defaults: PoolingDefault
     if params.returned_token_ids is not None:
         columns = _check_columns(params.returned_token_ids, scores)
     activation = "none" if params.use_activation is False else params.activation or scores.activation
+    if params.activation is not None or params.returned_token_ids is not None:
+        _refuse_softmax_of_one(activation, scores.columns if columns is None else len(columns))
     return PoolingPlan(
         task=task,
         activation=activation,
@@ -169,6 +171,14 @@ def _check_columns(asked: Sequence[int], scores: ScoreDefaults) -> tuple[int, ..
                 param="returned_token_ids",
             )
     return tuple(asked)
+
+
+def _refuse_softmax_of_one(activation: str, columns: int) -> None:
+    if activation == "softmax" and columns == 1:
+        raise InvalidParameterError(
+            "activation='softmax' of a single score is always 1: use 'sigmoid' or 'none', or keep several columns",
+            param="activation",
+        )
 
 
 def _not_served(task: PoolingTask, defaults: PoolingDefaults) -> str:

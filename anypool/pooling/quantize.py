@@ -39,11 +39,14 @@ def quantize_embeddings(
         `[N, E]`; for binary and ubinary `[N, ceil(E / 8)]`.
 
     Raises:
-        InvalidParameterError: The precision is unknown, shapes do not fit, or int8 has nothing to take ranges from.
+        InvalidParameterError: The precision is unknown, shapes do not fit, a value that is to be binned is not finite,
+            or int8 has nothing to take ranges from.
     """
     rows_NE = _matrix(embeddings, "embeddings")
     if precision in ("float32", "float16"):
         return np.asarray(rows_NE, dtype=np.float32 if precision == "float32" else np.float16)
+    if precision in PRECISIONS:
+        _refuse_non_finite(rows_NE, "embeddings", precision)
     if precision in ("int8", "uint8"):
         low_E, step_E = _steps(rows_NE, precision, ranges, calibration_embeddings)
         levels_NE: NDArray[Any] = np.clip(np.floor((rows_NE - low_E) / step_E), 0, 255)
@@ -61,18 +64,25 @@ def _steps(
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     if ranges is None:
         source = rows_NE if calibration is None else _matrix(calibration, "calibration_embeddings")
-        if calibration is None and len(source) < 2:
+        if len(source) < (2 if calibration is None else 1):
             raise InvalidParameterError(
                 f"precision={precision!r} cannot take its ranges from {len(source)} embedding: "
                 "pass ranges= or calibration_embeddings=",
                 param="precision",
             )
         ranges = np.stack([source.min(axis=0), source.max(axis=0)])
-    ranges_2E = np.asarray(ranges, dtype=np.float32)
+    ranges_2E = _numbers(ranges, "ranges").astype(np.float32)
     if ranges_2E.shape != (2, rows_NE.shape[1]):
         raise InvalidParameterError(
             f"ranges have the shape {list(ranges_2E.shape)}; embeddings of {rows_NE.shape[1]} dimensions need "
             f"[2, {rows_NE.shape[1]}]",
+            param="ranges",
+        )
+    _refuse_non_finite(ranges_2E, "ranges", precision)
+    if (ranges_2E[0] > ranges_2E[1]).any():
+        raise InvalidParameterError(
+            f"ranges have a lowest value above the highest in dimension {int((ranges_2E[0] > ranges_2E[1]).argmax())}: "
+            "the first row is the lowest values, the second the highest",
             param="ranges",
         )
     step_E = (ranges_2E[1] - ranges_2E[0]) / 255
@@ -80,15 +90,45 @@ def _steps(
 
 
 def _matrix(embeddings: Any, name: str) -> NDArray[Any]:
-    if isinstance(embeddings, torch.Tensor):
-        embeddings = embeddings.float().cpu().numpy()
-    if not isinstance(embeddings, np.ndarray):
-        rows = [row.float().cpu().numpy() if isinstance(row, torch.Tensor) else np.asarray(row) for row in embeddings]
-        embeddings = np.stack(rows) if rows else np.zeros((0, 0), dtype=np.float32)
-    matrix: NDArray[Any] = embeddings
+    matrix = _numbers(embeddings, name)
+    if matrix.size == 0 and matrix.ndim == 1:
+        return np.zeros((0, 0), dtype=np.float32)
     if matrix.ndim != 2 or not np.issubdtype(matrix.dtype, np.floating):
         raise InvalidParameterError(
             f"{name} must be a matrix of floats, one row each; got shape {list(matrix.shape)}, {matrix.dtype}",
             param=name,
         )
     return matrix
+
+
+def _numbers(values: Any, name: str) -> NDArray[Any]:
+    """Arrays, tensors, and lists of either as one array of numbers."""
+    if isinstance(values, torch.Tensor):
+        return values.detach().float().cpu().numpy()
+    try:
+        rows = values if isinstance(values, np.ndarray) else [_row(row) for row in values]
+        array = np.asarray(rows)
+    except (TypeError, ValueError) as error:  # nothing to iterate over, or rows of several lengths
+        raise InvalidParameterError(
+            f"{name} must be a matrix of floats, one row each, all of one length; got {type(values).__name__}: {error}",
+            param=name,
+        ) from error
+    if not np.issubdtype(array.dtype, np.number):
+        raise InvalidParameterError(
+            f"{name} must be a matrix of floats, one row each; got shape {list(array.shape)}, {array.dtype}", param=name
+        )
+    return array
+
+
+def _row(row: Any) -> Any:
+    return row.detach().float().cpu().numpy() if isinstance(row, torch.Tensor) else row
+
+
+def _refuse_non_finite(rows_NE: NDArray[Any], name: str, precision: str) -> None:
+    finite_NE = np.isfinite(rows_NE)
+    if not finite_NE.all():
+        raise InvalidParameterError(
+            f"{name} have NaN or infinity in row {int((~finite_NE).any(axis=1).argmax())}, for which "
+            f"precision={precision!r} has no value",
+            param=name,
+        )

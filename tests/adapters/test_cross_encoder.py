@@ -394,8 +394,27 @@ def test_an_activation_that_is_not_torchs_own_stops_the_load_unless_the_user_giv
 
 def test_several_labels_are_classified_and_not_scored() -> None:
     folder = saved(CrossEncoder(str(bert(3)), device="cpu"))
-    with loaded(folder) as llm, pytest.raises(UnsupportedTaskError, match=r"has 3 labels.*call classify\(\)"):
+    with loaded(folder) as llm, pytest.raises(UnsupportedTaskError, match=r"has 3 labels.*call classify\(\[\{"):
         llm.score("cat", "mat")
+
+
+def test_pairs_are_classified_as_the_reference_does() -> None:
+    folder = saved(CrossEncoder(str(bert(3)), device="cpu"))
+    prompts = [{"prompt": first, "text_pair": second} for first, second in PAIRS]
+    with loaded(folder) as llm:
+        outputs = llm.classify(prompts, truncate_prompt_tokens=-1, use_tqdm=False)
+        mixed = llm.classify(["cat", prompts[0], {"prompt": "cat"}], use_tqdm=False)
+    expected = torch.tensor(CrossEncoder(str(folder), device="cpu").predict(PAIRS))
+    assert_close(torch.stack([output.outputs.data for output in outputs]), expected)
+    assert_close(mixed[1].outputs.data, expected[0])
+    assert_close(mixed[0].outputs.data, mixed[2].outputs.data)
+
+
+def test_a_token_of_a_pair_has_no_place_in_one_text() -> None:
+    with loaded(bert(3)) as llm:
+        [output] = llm.token_classify({"prompt": "a cat", "text_pair": "a mat"}, use_tqdm=False)
+    assert output.outputs.offsets is None
+    assert len(output.outputs.data) == len(output.prompt_token_ids)
 
 
 # Chat templates

@@ -583,6 +583,7 @@ def test_settings_of_scores_are_refused_without_scores(settings: dict[str, Any],
         ({"step_tag_id": 120}, "step_tag_id=120 is not a token of .*: its ids are 0 to 119"),
         ({"step_tag_id": -1}, "step_tag_id=-1 is not a token"),
         ({"returned_token_ids": [3]}, "returned_token_ids has 3; the head has the columns 0 to 2"),
+        ({"returned_token_ids": [1]}, "'token_classify' would be the softmax of a single score, which is always 1"),
         ({"pooling_type": "MEAN+LAST"}, r"'MEAN\+LAST' gives rows of 64; the head of .* takes 32"),
     ],
     ids=str,
@@ -598,6 +599,15 @@ def test_columns_that_the_head_does_not_have_are_refused(llm: LLM) -> None:
     for wrong in ([3], [-1], [0, 7]):
         with pytest.raises(InvalidParameterError, match=r"returned_token_ids has .*; the head has the columns 0 to 2"):
             scores(llm, [[5]], PoolingParams(returned_token_ids=wrong), task="token_classify")
+
+
+def test_a_softmax_over_one_column_is_refused(llm: LLM, llama: tuple[Path, Any]) -> None:
+    one = PoolingParams(returned_token_ids=[1])
+    with pytest.raises(InvalidParameterError, match="'softmax' of a single score is always 1"):
+        scores(llm, [[5]], one, task="token_classify")
+    raw = scores(llm, TEXTS, PoolingParams(returned_token_ids=[1], activation="sigmoid"), task="token_classify")
+    expected = scores(llm, TEXTS, PoolingParams(activation="sigmoid"), task="token_classify")
+    assert_same(raw, [rows[:, 1:2] for rows in expected])
 
 
 # Old spellings

@@ -153,6 +153,10 @@ def test_the_keys_are_read_from_config_json_too() -> None:
         ({**TWO, "classifier_from_token": ["yes"]}, r"two tokens \[false, true\].*\['yes'\]"),
         ({**TWO, "classifier_from_token": "yes"}, "classifier_from_token='yes'; it must be a list of names"),
         ({**TWO, "classifier_from_token": [3, 4]}, r"classifier_from_token=\[3, 4\]; it must be a list of names"),
+        (
+            {**TWO, "classifier_from_token": ["yes", "yes"]},
+            r"\['yes', 'yes'\], which are the tokens .*one stands twice",
+        ),
         ({**TWO, "method": "from_3_way"}, "method='from_3_way' is unknown.*known: from_2_way_softmax, no_post"),
         ({"classifier_from_token": ["no", "yes"]}, "method=None is unknown.*known: from_2_way_softmax, no_post"),
         ({"method": "no_post_processing"}, "needs classifier_from_token"),

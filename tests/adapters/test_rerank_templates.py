@@ -168,17 +168,23 @@ def test_user_text_with_the_names_of_fields_is_left_as_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("limit", [LIMIT, 2 * LIMIT - 3])
-def test_a_long_document_is_cut_on_the_right_and_nothing_else_is(name: str, limit: int) -> None:
+@pytest.mark.parametrize("side", [None, "right", "left"])
+def test_a_long_document_is_cut_on_the_side_asked_for_and_nothing_else_is(
+    name: str, limit: int, side: str | None
+) -> None:
     document = DOCUMENTS[-1]
     [whole] = expected_ids(name, [document], limit=10**9)
-    [short] = expected_ids(name, ["a"], limit=10**9)
+    [short] = expected_ids(name, ["story" if side == "left" else "a"], limit=10**9)
     with loaded(checkpoint(name)) as llm:
-        [output] = llm.score(QUERY, document, truncate_prompt_tokens=limit, truncation_side="left", use_tqdm=False)
+        [output] = llm.score(QUERY, document, truncate_prompt_tokens=limit, truncation_side=side, use_tqdm=False)
     ids = output.prompt_token_ids
     assert len(ids) == limit
     assert output.num_truncated_tokens == len(whole) - limit
-    assert [ids] == expected_ids(name, [document], limit=limit)
     start = next(i for i, (one, other) in enumerate(zip(whole, short, strict=False)) if one != other)
+    if side == "left":
+        assert ids == short[:start] + whole[start - limit :]
+        return
+    assert [ids] == expected_ids(name, [document], limit=limit)
     end = limit - (len(short) - start)
     assert ids == short[:start] + whole[start:end] + short[start:]
 
@@ -190,7 +196,7 @@ def test_a_long_document_is_an_error_where_nothing_may_be_cut(name: str) -> None
 
 def test_a_query_that_leaves_no_room_is_an_error_and_not_cut(name: str) -> None:
     [empty] = expected_ids(name, [""])
-    match = rf"input 0: the template and the query alone have {len(empty)} tokens, the limit is {len(empty) - 1}"
+    match = rf"the template and the query alone have {len(empty)} tokens, the limit is {len(empty) - 1}: shorten the qu"
     with loaded(checkpoint(name)) as llm:
         with pytest.raises(InvalidPromptError, match=match):
             scores_of(llm, truncate_prompt_tokens=len(empty) - 1)
@@ -453,6 +459,26 @@ def test_models_that_read_no_template_refuse_one() -> None:
     pairs = of_modules(Transformer(str(tiny_bert())), Pooling(HIDDEN, "mean"), dense())
     with loaded(pairs) as llm, pytest.raises(InvalidParameterError, match="without a template, so it takes no instr"):
         scores_of(llm, ["cat"], instruction="do")
+
+
+def test_a_template_that_nothing_reads_stops_the_load() -> None:
+    for folder in (tiny_bert(), tiny_llama()):
+        with pytest.raises(ConfigError, match=r"chat_template has no meaning for .*no head of one label"):
+            LLM(folder, device="cpu", chat_template=JINJA)
+    with pytest.raises(ConfigError, match="chat_template has no meaning"):
+        LLM(checkpoint("Qwen3-Reranker-0.6B"), device="cpu", chat_template=JINJA, convert="embed")
+
+
+def test_an_instruction_that_is_no_text_is_refused(name: str) -> None:
+    with loaded(checkpoint(name)) as llm:
+        for options in ({}, {"chat_template": JINJA}):
+            with pytest.raises(InvalidParameterError, match="instruction=5 is not a text"):
+                scores_of(llm, ["cat"], instruction=5, **options)
+
+
+def test_a_pair_as_a_prompt_is_refused_where_pairs_are_read_in_a_template(name: str) -> None:
+    with loaded(checkpoint(name)) as llm, pytest.raises(InvalidPromptError, match=r"in a template: call score\(\)"):
+        llm.classify({"prompt": QUERY, "text_pair": "cat"}, use_tqdm=False)
 
 
 def test_a_classifier_reads_a_template_of_ones_own() -> None:

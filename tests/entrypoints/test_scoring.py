@@ -166,6 +166,18 @@ def test_several_labels_have_no_score() -> None:
                 call()
 
 
+@pytest.mark.parametrize("model", ["cross_encoder", "embedding_model"])
+def test_the_parameters_of_scores_are_one_object(model: str, request: pytest.FixtureRequest) -> None:
+    for wrong in ([PoolingParams()], {"activation": "none"}):
+        with pytest.raises(InvalidParameterError, match="is not a PoolingParams; pairs of a call share one"):
+            request.getfixturevalue(model).score("cat", "mat", pooling_params=wrong, use_tqdm=False)
+
+
+def test_a_softmax_over_the_one_label_is_refused(cross_encoder: LLM) -> None:
+    with pytest.raises(InvalidParameterError, match="'softmax' of a single score is always 1: use 'sigmoid'"):
+        scores(cross_encoder, "cat", SECOND, pooling_params=PoolingParams(activation="softmax"))
+
+
 # Embedding models
 
 

@@ -58,6 +58,20 @@ def test_half_precision_is_the_nearest() -> None:
         (ROWS, "int8", {"ranges": RANGES[:, :3]}, r"ranges have the shape \[2, 3\]"),
         (ROWS[0], "int8", {}, "must be a matrix of floats"),
         (ROWS.astype(np.int32), "int8", {}, "must be a matrix of floats"),
+        (None, "int8", {}, "embeddings must be a matrix of floats, .* got NoneType"),
+        ([[1.0, 2.0], [3.0]], "int8", {}, "all of one length; got list"),
+        (["a", "b"], "int8", {}, "must be a matrix of floats"),
+        (
+            np.full((2, 8), np.nan),
+            "int8",
+            {},
+            "embeddings have NaN or infinity in row 0, for which precision='int8' has no value",
+        ),
+        (np.array([[0.0], [np.inf]]), "ubinary", {}, "embeddings have NaN or infinity in row 1"),
+        (ROWS, "int8", {"ranges": "abc"}, "ranges must be a matrix of floats"),
+        (ROWS, "int8", {"ranges": RANGES[::-1]}, "ranges have a lowest value above the highest in dimension 0"),
+        (ROWS, "int8", {"ranges": RANGES * np.nan}, "ranges have NaN or infinity"),
+        (ROWS, "int8", {"calibration_embeddings": ROWS[:0]}, "cannot take its ranges from 0 embedding"),
     ],
 )
 def test_bad_input_is_named(rows: Any, precision: str, source: dict[str, Any], message: str) -> None:
