@@ -20,7 +20,7 @@ from anypool.config import EngineConfig
 from anypool.engine.batch import make_batch
 from anypool.engine.preparation import Preparation, PromptOptions
 from anypool.engine.prompts import Prompt, TextPair
-from anypool.engine.request import Request
+from anypool.engine.request import Request, leaves
 from anypool.engine.scheduler import Scheduler
 from anypool.engine.tokenization import Tokenizer
 from anypool.errors import (
@@ -136,6 +136,7 @@ class Engine:
             OverloadedError: The queue is full.
             EngineDeadError: The engine is closed or its thread has died.
         """
+        requests = leaves(requests)
         with self._changed:
             if not self.is_alive:
                 raise EngineDeadError(self._end_message())

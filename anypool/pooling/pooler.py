@@ -12,7 +12,7 @@ from torch import nn
 
 from anypool.kernels.normalize_cut import normalize_cut
 from anypool.pooling.activations import SCORE_ACTIVATIONS
-from anypool.pooling.methods import PoolingType, Segments, pool
+from anypool.pooling.methods import PoolingType, Segments, pool, span_means
 from anypool.pooling.plan import PoolingPlan
 from anypool.pooling.tasks import PoolingTask
 
@@ -50,7 +50,9 @@ class Pooler(nn.Module, ABC):
 
 
 class EmbedPooler(Pooler):
-    """One vector per sequence: pooling types, head modules in order, cut, normalise.
+    """One vector per sequence, or per span of it: pooling types, head modules in order, cut, normalise.
+
+    The vector of a span is that of a text with its tokens alone: their mean, whatever the pooling types are.
 
     Args:
         types: Sequence-level pooling types, concatenated.
@@ -65,13 +67,17 @@ class EmbedPooler(Pooler):
 
     def forward(self, hidden_TD: torch.Tensor, segments: Segments, plans: Sequence[PoolingPlan]) -> list[PooledGroup]:
         rows_NE = self.head(pool(hidden_TD, segments, self.types))
-        return [
-            PooledGroup(
-                indices,
-                normalize_cut(_take(rows_NE, indices), dimensions=plan.dimensions, normalize=plan.normalize),
-            )
-            for plan, indices in _by_plan(plans).items()
-        ]
+        groups = []
+        for plan, indices in _by_plan(plans).items():
+            rows = None
+            values = _take(rows_NE, indices)
+            if plan.spans:
+                sequences = hidden_TD.split(segments.lengths)
+                values = self.head(torch.cat([span_means(sequences[i], plan.spans) for i in indices]))
+                rows = (len(plan.spans),) * len(indices)
+            values = normalize_cut(values, dimensions=plan.dimensions, normalize=plan.normalize)
+            groups.append(PooledGroup(indices, values, rows))
+        return groups
 
 
 class TokenEmbedPooler(Pooler):
