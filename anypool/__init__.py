@@ -23,6 +23,8 @@ from anypool.outputs import (
     RerankResult,
     ScoringOutput,
     ScoringRequestOutput,
+    SpanEmbeddingOutput,
+    SpanEmbeddingRequestOutput,
     TokenClassificationOutput,
     TokenClassificationRequestOutput,
 )
@@ -51,6 +53,8 @@ __all__ = [
     "RerankResult",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "SpanEmbeddingOutput",
+    "SpanEmbeddingRequestOutput",
     "TokenClassificationOutput",
     "TokenClassificationRequestOutput",
     "__version__",

@@ -68,8 +68,11 @@ class PoolerConfig:
         logit_sigma: Scores are divided by it, after the mean is taken off (Platt scaling).
         step_tag_id: STEP keeps the tokens with this id.
         returned_token_ids: Which columns are kept: labels of a head, or tokens of the LM head where there is no other.
-        enable_chunked_processing: Not supported by this version.
-        max_embed_len: Not supported by this version.
+        enable_chunked_processing: Whether a text that is longer than the model takes is run in windows, whose results
+            are combined, rather than refused.
+        max_embed_len: The longest text in tokens that is run in windows; None for any.
+        chunk_overlap: How many of the text's tokens a window shares with the one before it; None for a sixteenth of the
+            text that fits into one.
         logit_bias: Old name of `logit_mean`.
         logit_scale: Old form of `logit_sigma`, its inverse.
     """
@@ -87,6 +90,7 @@ class PoolerConfig:
     returned_token_ids: tuple[int, ...] | None = None
     enable_chunked_processing: bool = False
     max_embed_len: int | None = None
+    chunk_overlap: int | None = None
     logit_bias: float | None = None
     logit_scale: float | None = None
 
@@ -95,7 +99,7 @@ class PoolerConfig:
         for name in ("pooling_type", "seq_pooling_type", "tok_pooling_type"):
             value = getattr(self, name)
             require(value is None or isinstance(value, str), f"PoolerConfig: {name}={value!r} is not a string")
-        for name in ("normalize", "use_activation"):
+        for name in ("normalize", "use_activation", "enable_chunked_processing"):
             value = getattr(self, name)
             require(value is None or isinstance(value, bool), f"PoolerConfig: {name}={value!r} is not a bool")
         _check_pooling_types(self)
@@ -103,6 +107,7 @@ class PoolerConfig:
             self.dimensions is None or (is_int(self.dimensions) and self.dimensions > 0),
             f"PoolerConfig: dimensions={self.dimensions!r} is not a positive integer",
         )
+        _check_windows(self)
         if self.activation is not None:
             require(
                 self.activation in ACTIVATIONS,
@@ -116,11 +121,6 @@ class PoolerConfig:
             value = getattr(self, name)
             require(value is None or _is_number(value), f"PoolerConfig: {name}={value!r} is not a finite number")
         require(self.logit_sigma != 0, "PoolerConfig: logit_sigma=0 would divide by zero")
-        require(
-            not self.enable_chunked_processing and self.max_embed_len is None,
-            "PoolerConfig: enable_chunked_processing and max_embed_len are not supported by this version; "
-            "split long texts, or truncate them with truncate_prompt_tokens=-1",
-        )
         require(
             self.step_tag_id is None or is_int(self.step_tag_id),
             f"PoolerConfig: step_tag_id={self.step_tag_id!r} is not a token id",
@@ -191,6 +191,18 @@ def _check_pooling_types(config: PoolerConfig) -> None:
             name == "pooling_type" or not parts or config.pooling_type is None,
             f"PoolerConfig: pooling_type={config.pooling_type!r} and {name}={getattr(config, name)!r} "
             "are the same setting: give one of them",
+        )
+
+
+def _check_windows(config: PoolerConfig) -> None:
+    for name, least in (("max_embed_len", 1), ("chunk_overlap", 0)):
+        value = getattr(config, name)
+        if value is None:
+            continue
+        require(is_int(value) and value >= least, f"PoolerConfig: {name}={value!r} is not a number of tokens")
+        require(
+            config.enable_chunked_processing,
+            f"PoolerConfig: {name}={value} has no effect without enable_chunked_processing=True",
         )
 
 

@@ -43,6 +43,22 @@ class EmbeddingOutput(PoolingOutput):
 
 
 @dataclass(frozen=True)
+class SpanEmbeddingOutput(PoolingOutput):
+    """A vector for each span of one text. `data` is `[spans, E]`, float32.
+
+    Attributes:
+        token_spans: The tokens of each span: the first and the one after the last, places in `prompt_token_ids`.
+    """
+
+    token_spans: list[tuple[int, int]] = field(default_factory=list)
+
+    @cached_property
+    def embeddings(self) -> list[list[float]]:
+        """The vectors as lists of Python floats, made on first use."""
+        return self.data.tolist()
+
+
+@dataclass(frozen=True)
 class ClassificationOutput(PoolingOutput):
     """Scores of one text. `data` is `[labels]`, float32.
 
@@ -121,10 +137,12 @@ class _RequestOutput(Generic[OutputT]):
     Attributes:
         request_id: As given, or a running number.
         outputs: The result.
-        prompt_token_ids: The ids that were run, special tokens included and after truncation.
+        prompt_token_ids: The ids that were run, special tokens included and after truncation. What windows share is
+            there once.
         num_cached_tokens: How many of them were read from the prefix cache.
         num_truncated_tokens: How many ids of the prompt were cut off.
         finished: Always True: pooling has no partial results.
+        num_windows: How many windows a text was run in that is longer than the model takes; 1 for one that is not.
     """
 
     request_id: str
@@ -133,6 +151,7 @@ class _RequestOutput(Generic[OutputT]):
     num_cached_tokens: int = 0
     num_truncated_tokens: int = 0
     finished: bool = True
+    num_windows: int = 1
 
 
 class PoolingRequestOutput(_RequestOutput[PoolingOutput]):
@@ -141,6 +160,10 @@ class PoolingRequestOutput(_RequestOutput[PoolingOutput]):
 
 class EmbeddingRequestOutput(_RequestOutput[EmbeddingOutput]):
     """What `LLM.embed` returns for each prompt."""
+
+
+class SpanEmbeddingRequestOutput(_RequestOutput[SpanEmbeddingOutput]):
+    """What `LLM.embed_spans` returns for each prompt."""
 
 
 class ClassificationRequestOutput(_RequestOutput[ClassificationOutput]):

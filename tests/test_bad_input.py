@@ -426,8 +426,6 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
         ({"returned_token_ids": 5}, "returned_token_ids=5 is not a list of numbers"),
         ({"returned_token_ids": []}, r"returned_token_ids=\[\] is not a list of numbers"),
         ({"returned_token_ids": ["a"]}, r"returned_token_ids=\['a'\] is not a list of numbers"),
-        ({"enable_chunked_processing": True}, "are not supported by this version; split long texts"),
-        ({"max_embed_len": 9000}, "are not supported by this version; split long texts"),
     ],
     ids=str,
 )

@@ -33,6 +33,8 @@ PUBLIC = [
     "RerankResult",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "SpanEmbeddingOutput",
+    "SpanEmbeddingRequestOutput",
     "TokenClassificationOutput",
     "TokenClassificationRequestOutput",
     "__version__",

@@ -48,6 +48,7 @@ class LoadedModel:
         model: The pooling model, in memory.
         config: What config.json says.
         recipe: What the sentence-transformers files say.
+        pooler_config: What the user says.
         head: What gives scores; None where there is none.
         rerank_template: How a query and a document become a prompt, for rerankers that read prompts.
         defaults: What a request gets where it asks for nothing.
@@ -59,6 +60,7 @@ class LoadedModel:
     repository: Repository
     config: ModelConfig
     recipe: Recipe
+    pooler_config: PoolerConfig
     head: Head | None
     rerank_template: RerankTemplate | None
     defaults: PoolingDefaults
@@ -159,6 +161,7 @@ def load_pooling_model(
         repository=opened.repository,
         config=config,
         recipe=recipe,
+        pooler_config=user,
         head=head,
         rerank_template=_rerank_template(engine, opened, head, manifest),
         defaults=defaults,

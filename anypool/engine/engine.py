@@ -26,7 +26,7 @@ from anypool.engine.metrics import EngineMetrics
 from anypool.engine.pieces import LongPrompt, Piece
 from anypool.engine.preparation import Preparation, PromptOptions
 from anypool.engine.prompts import Prompt, TextPair
-from anypool.engine.request import Request
+from anypool.engine.request import Request, leaves
 from anypool.engine.scheduler import Scheduler
 from anypool.engine.setup import load_tokenizer, make_cache, resolve
 from anypool.errors import EngineDeadError, OverloadedError
@@ -161,6 +161,7 @@ class Engine:
             EngineDeadError: The engine is closed or its thread has died.
         """
         now = time.monotonic()
+        requests = leaves(requests)
         with self._changed:
             if not self.is_alive:
                 raise EngineDeadError(self._end_message())

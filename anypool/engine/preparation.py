@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from anypool.adapters.load import LoadedModel
 from anypool.adapters.rerank_templates import TemplatedPrompt
+from anypool.engine.fitting import Fitted, Fitting
 from anypool.engine.prompts import Prompt, TextPair, check_prompt, check_text
 from anypool.engine.request import Request
-from anypool.engine.tokenization import Tokenizer, kept_positions, truncate
-from anypool.errors import InvalidParameterError, InvalidPromptError, PromptTooLongError
+from anypool.engine.spans import SpannedPrompt, token_spans
+from anypool.engine.tokenization import Tokenizer, kept_positions
+from anypool.engine.windows import combination
+from anypool.errors import (
+    InvalidParameterError,
+    InvalidPromptError,
+    PromptTooLongError,
+    UnsupportedTaskError,
+)
+from anypool.pooling.methods import PoolingType
 from anypool.pooling.params import PoolingParams
 from anypool.pooling.plan import PoolingPlan, make_plan
+from anypool.pooling.pooler import EmbedPooler
 from anypool.pooling.tasks import PoolingTask
-
-# More characters than a text can have per token, on average, and still be a text.
-_CHARACTERS_PER_TOKEN = 250
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,46 +45,40 @@ class PromptOptions:
     truncation_side: str | None = None
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    """A prompt's ids after truncation."""
-
-    ids: list[int]
-    truncated: int = 0
-    types: list[int] | None = None
-    skip: int = 0
-
-
 class Preparation:
     """Makes requests for one loaded model.
 
     Args:
         loaded: The model.
         tokenizer: Its tokenizer; None where prompts are token ids only.
-        max_model_len: Longest prompt in tokens.
+        max_model_len: Longest prompt in tokens that is run as one.
+
+    Raises:
+        ConfigError: What the user says about windows contradicts the model.
     """
 
     def __init__(self, loaded: LoadedModel, tokenizer: Tokenizer | None, max_model_len: int) -> None:
         self.loaded = loaded
         self.tokenizer = tokenizer
-        self.max_model_len = max_model_len
+        self._fitting = Fitting(loaded, tokenizer, max_model_len)
         self._ids = itertools.count()
 
     def prepare(
         self,
-        prompts: Sequence[Prompt | TextPair | TemplatedPrompt],
+        prompts: Sequence[Prompt | TextPair | TemplatedPrompt | SpannedPrompt],
         task: PoolingTask,
         params: PoolingParams | Sequence[PoolingParams] | None,
         options: PromptOptions,
     ) -> list[Request]:
         """Turns prompts into requests; see `Engine.prepare`."""
         plans = self._plans(len(prompts), task, params)
-        limit = self._truncation_limit(options)
+        limit = self._fitting.limit(options.truncate_prompt_tokens)
         side = self._side(options)
         prefix, skip = self._prompt_prefix(options)
-        checked = [check_prompt(prompt, index) for index, prompt in enumerate(prompts)]
+        spans = [prompt if isinstance(prompt, SpannedPrompt) else None for prompt in prompts]
+        checked = [check_prompt(p.prompt if isinstance(p, SpannedPrompt) else p, i) for i, p in enumerate(prompts)]
         if limit is None:
-            self._refuse_endless(checked)
+            self._fitting.refuse_endless(checked)
         if (options.prompt_name is not None or options.prompt) and any(isinstance(p, list) for p in checked):
             raise InvalidParameterError(
                 "a prompt is put before text and not before token ids: give texts, or ids that hold the prompt",
@@ -88,26 +90,73 @@ class Preparation:
         for index, (prompt, plan) in enumerate(zip(checked, plans, strict=True)):
             if isinstance(prompt, TextPair):
                 first, second = pieces[prefix + prompt.first], pieces[prompt.second]
-                tokens = self._pair(first, second, index, limit, side, skip)
+                tokens = self._fitting.pair(first, second, index, limit, side=side, skip=skip)
             elif isinstance(prompt, TemplatedPrompt):
-                tokens = self._templated(prompt, pieces, index, limit, options.truncation_side or "right")
+                tokens = self._fitting.templated(prompt, pieces, index, limit, side=options.truncation_side or "right")
             else:
-                is_text = isinstance(prompt, str)
+                before, skipped = (prefix, skip) if isinstance(prompt, str) else ("", 0)
                 ids = next(texts) if isinstance(prompt, str) else prompt
-                kept = self._fit(ids, index, limit, side)
-                tokens = _Tokens(kept, len(ids) - len(kept), skip=skip if is_text else 0)
+                tokens = self._fitting.single(ids, index, limit, side=side, prefix=before, skip=skipped)
             self._check_ids(tokens, index, plan)
-            requests.append(
-                Request(
-                    request_id=str(next(self._ids)),
-                    token_ids=tokens.ids,
-                    plan=plan,
-                    token_type_ids=tokens.types,
-                    skip=tokens.skip,
-                    num_truncated_tokens=tokens.truncated,
-                )
-            )
+            spanned = spans[index]
+            if spanned is not None:
+                plan = replace(plan, spans=self._spans(spanned, index, tokens, prefix, side))
+            requests.append(self._request(tokens, plan, index, best=isinstance(prompt, (TextPair, TemplatedPrompt))))
         return requests
+
+    def _request(self, tokens: Fitted, plan: PoolingPlan, index: int, *, best: bool) -> Request:
+        """A request for a prompt, or one whose parts are its windows; for scores the `best` of these counts."""
+        name = str(next(self._ids))
+        if not tokens.windows:
+            return Request(
+                request_id=name,
+                token_ids=tokens.ids,
+                plan=plan,
+                token_type_ids=tokens.types,
+                skip=tokens.skip,
+                num_truncated_tokens=tokens.truncated,
+            )
+        combine = combination(plan, tokens.windows, tokens.ids, best=best, defaults=self.loaded.defaults)
+        if combine is None:
+            raise PromptTooLongError(
+                f"input {index} has {len(tokens.ids):,} tokens, the limit is {self._fitting.max_model_len:,}: a reward "
+                "is about a whole text, so it is not run in windows; pass truncate_prompt_tokens=-1, or shorten it"
+            )
+        parts = tuple(
+            Request(
+                request_id=f"{name}.{number}",
+                token_ids=window.token_ids,
+                plan=part_plan,
+                token_type_ids=window.token_type_ids,
+                skip=tokens.skip,
+            )
+            for number, (window, part_plan) in enumerate(combine.parts)
+        )
+        return Request(
+            request_id=name,
+            token_ids=tokens.ids,
+            plan=plan,
+            num_truncated_tokens=tokens.truncated,
+            parts=parts,
+            combine=combine,
+        )
+
+    def _spans(
+        self, prompt: SpannedPrompt, index: int, tokens: Fitted, prefix: str, side: str
+    ) -> tuple[tuple[int, int], ...]:
+        """The tokens of each span, for a model whose embedding is the mean of its tokens' states."""
+        model: Any = self.loaded.model
+        pooler = model.pooler[PoolingTask.EMBED]
+        if not isinstance(pooler, EmbedPooler) or pooler.types != (PoolingType.MEAN,):
+            pooling = "+".join(pooler.types) if isinstance(pooler, EmbedPooler) else "a pooler of its own"
+            raise UnsupportedTaskError(
+                f"a span's embedding is the mean of its tokens, and {self.loaded.config.name} pools by {pooling}: "
+                "take a model that pools by MEAN, or pass pooler_config=PoolerConfig(pooling_type='MEAN')"
+            )
+        if not isinstance(prompt.prompt, str):
+            return token_spans(prompt, index, len(tokens.ids), None)
+        offsets = self._offsets(prompt.prompt, prefix, len(tokens.ids), tokens.truncated, side)
+        return token_spans(prompt, index, len(tokens.ids), offsets)
 
     def offsets(self, prompt: Prompt, request: Request, options: PromptOptions) -> list[tuple[int, int]] | None:
         """Start and end in characters of each of a request's tokens in its text, without the prompt before it."""
@@ -115,17 +164,16 @@ class Preparation:
         if not isinstance(text, str) or self.tokenizer is None:
             return None
         prefix, _ = self._prompt_prefix(options)
-        places = self.tokenizer.offsets(prefix + text)
-        if request.num_truncated_tokens:
-            [ids] = self.tokenizer.encode([prefix + text])
-            kept = kept_positions(
-                ids,
-                len(request),
-                side=self._side(options),
-                prefix=self.tokenizer.prefix_ids,
-                suffix=self.tokenizer.suffix_ids,
-            )
-            places = [places[i] for i in kept]
+        return self._offsets(text, prefix, len(request.token_ids), request.num_truncated_tokens, self._side(options))
+
+    def _offsets(self, text: str, prefix: str, kept: int, truncated: int, side: str) -> list[tuple[int, int]]:
+        """Where the tokens stand in a text of which `kept` remained when `truncated` were cut off."""
+        tokenizer = self._fitting.need_tokenizer()
+        places = tokenizer.offsets(prefix + text)
+        if truncated:
+            [ids] = tokenizer.encode([prefix + text])
+            positions = kept_positions(ids, kept, side=side, prefix=tokenizer.prefix_ids, suffix=tokenizer.suffix_ids)
+            places = [places[i] for i in positions]
         return [(max(0, start - len(prefix)), max(0, end - len(prefix))) for start, end in places]
 
     def prompt_text(self, options: PromptOptions) -> str:
@@ -145,22 +193,6 @@ class Preparation:
             if not isinstance(one, PoolingParams):
                 raise InvalidParameterError(f"pooling_params has {one!r}, which is not a PoolingParams")
         return [make_plan(task, one, self.loaded.defaults) for one in params]
-
-    def _truncation_limit(self, options: PromptOptions) -> int | None:
-        asked = options.truncate_prompt_tokens
-        if asked is None:
-            return None
-        if not isinstance(asked, int) or isinstance(asked, bool) or asked == 0 or asked < -1:
-            raise InvalidParameterError(
-                f"truncate_prompt_tokens={asked!r} is neither a positive number nor -1 (the model's limit)",
-                param="truncate_prompt_tokens",
-            )
-        if asked > self.max_model_len:
-            raise InvalidParameterError(
-                f"truncate_prompt_tokens={asked} is more than the model takes, {self.max_model_len}",
-                param="truncate_prompt_tokens",
-            )
-        return self.max_model_len if asked == -1 else asked
 
     def _side(self, options: PromptOptions) -> str:
         side = options.truncation_side
@@ -194,34 +226,8 @@ class Preparation:
             return prefix, 0
         return prefix, self.tokenizer.prompt_length(prefix)
 
-    def _refuse_endless(self, prompts: Sequence[object]) -> None:
-        """Refuses a text that no vocabulary could bring down to the limit, before minutes go into tokenising it."""
-        most = _CHARACTERS_PER_TOKEN * self.max_model_len
-        for index, prompt in enumerate(prompts):
-            if isinstance(prompt, str) and len(prompt) > most:
-                raise PromptTooLongError(
-                    f"input {index} has {len(prompt):,} characters, and the limit is {self.max_model_len:,} tokens: "
-                    "pass truncate_prompt_tokens=-1, or split the text"
-                )
-
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        return self._need_tokenizer().encode(texts) if texts else []
-
-    def _need_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise InvalidPromptError(
-                f"{self.loaded.config.name} was loaded without a tokenizer: give token ids, or pass tokenizer="
-            )
-        return self.tokenizer
-
-    def _fit(self, ids: list[int], index: int, limit: int | None, side: str) -> list[int]:
-        if limit is None:
-            if len(ids) > self.max_model_len:
-                raise self._too_long(index, len(ids))
-            return ids
-        if self.tokenizer is None:
-            return truncate(ids, limit, side=side)
-        return truncate(ids, limit, side=side, prefix=self.tokenizer.prefix_ids, suffix=self.tokenizer.suffix_ids)
+        return self._fitting.need_tokenizer().encode(texts) if texts else []
 
     def _pieces(self, prompts: Sequence[object], prefix: str) -> dict[str, list[int]]:
         """Ids of every text in pairs and templated prompts, each tokenised once: most come back in every prompt."""
@@ -234,69 +240,9 @@ class Preparation:
         if not found:
             return {}
         texts = list(found)
-        return dict(zip(texts, self._need_tokenizer().encode(texts, special_tokens=False), strict=True))
+        return dict(zip(texts, self._fitting.need_tokenizer().encode(texts, special_tokens=False), strict=True))
 
-    def _pair(
-        self, first: list[int], second: list[int], index: int, limit: int | None, side: str, skip: int
-    ) -> _Tokens:
-        """Two texts with the tokenizer's own pair template; the longer of them is cut first."""
-        tokenizer = self._need_tokenizer()
-        if self.loaded.rerank_template is not None:
-            raise InvalidPromptError(
-                f"input {index} is a pair of texts, and {self.loaded.config.name} reads it in a template: call score()"
-            )
-        ids, types, full = tokenizer.join_pair(first, second, limit, side=side)
-        if limit is None and full > self.max_model_len:
-            raise self._too_long(index, full)
-        has_types = tokenizer.has_segments and self.loaded.config.type_vocab_size > 1
-        return _Tokens(ids, full - len(ids), types=types if has_types else None, skip=skip)
-
-    def _templated(
-        self, prompt: TemplatedPrompt, pieces: Mapping[str, list[int]], index: int, limit: int | None, side: str
-    ) -> _Tokens:
-        """Pieces tokenised one by one; where they are too long, the document is cut and nothing else."""
-        parts = [pieces[piece] for piece in prompt.pieces]
-        around = self._special_tokens_around(parts[0], parts[-1]) if prompt.special_tokens else ([], [])
-        full = sum(map(len, (*around, *parts)))
-        if full > (self.max_model_len if limit is None else limit):
-            if limit is None:
-                raise self._too_long(index, full)
-            cut = parts[prompt.cut]
-            parts[prompt.cut] = self._cut_document(prompt, cut, full - len(cut), index, limit, side)
-        ids = [i for part in (around[0], *parts, around[1]) for i in part]
-        return _Tokens(ids, full - len(ids))
-
-    def _special_tokens_around(self, first: list[int], last: list[int]) -> tuple[list[int], list[int]]:
-        """The tokenizer's special tokens before and after a prompt, unless it begins or ends with them already."""
-        before, after = self._need_tokenizer().prefix_ids, self._need_tokenizer().suffix_ids
-        has_before = first[: len(before)] == before
-        has_after = last[len(last) - len(after) :] == after
-        return [] if has_before else before, [] if has_after else after
-
-    def _cut_document(
-        self, prompt: TemplatedPrompt, whole: list[int], others: int, index: int, limit: int, side: str
-    ) -> list[int]:
-        """The part that holds the document, so short that it fits into the limit with `others` tokens beside it."""
-        before, after = self._need_tokenizer().around(prompt.pieces[prompt.cut], *prompt.document)
-        room = limit - others - len(after)
-        if room < before:
-            raise InvalidPromptError(
-                f"input {index}: the template and the query alone have {others + before + len(after):,} tokens, "
-                f"the limit is {limit:,}: shorten the query",
-                param="truncate_prompt_tokens",
-            )
-        if side == "left":
-            before = self._need_tokenizer().tokens_before(prompt.pieces[prompt.cut], prompt.document[0])
-            return whole[:before] + whole[len(whole) - (limit - others - before) :]
-        return whole[:room] + after
-
-    def _too_long(self, index: int, tokens: int) -> PromptTooLongError:
-        return PromptTooLongError(
-            f"input {index} has {tokens:,} tokens, the limit is {self.max_model_len:,}: "
-            "pass truncate_prompt_tokens=-1, or split the text"
-        )
-
-    def _check_ids(self, tokens: _Tokens, index: int, plan: PoolingPlan) -> None:
+    def _check_ids(self, tokens: Fitted, index: int, plan: PoolingPlan) -> None:
         ids = tokens.ids
         if not ids:
             raise InvalidPromptError(

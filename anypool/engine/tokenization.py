@@ -132,7 +132,7 @@ class Tokenizer:
                     param="truncate_prompt_tokens",
                 )
             keep_first, keep_second = longest_first(len(first), len(second), room)
-            first, second = _keep(first, keep_first, side), _keep(second, keep_second, side)
+            first, second = keep(first, keep_first, side), keep(second, keep_second, side)
         ids, types = list(template.ids), list(template.types)
         for text, place, segment in (
             (second, template.second, template.segments[1]),  # from the end, so that the places still hold
@@ -167,7 +167,7 @@ class Tokenizer:
         places = self._backend.encode(text, add_special_tokens=False).offsets
         return next((i for i, (_, stop) in enumerate(places) if stop > position), len(places))
 
-    def around(self, text: str, start: int, end: int) -> tuple[int, list[int]]:
+    def around(self, text: str, start: int, end: int) -> tuple[list[int], list[int]]:
         """What stands around a part of a text, which is given without special tokens.
 
         Args:
@@ -175,14 +175,14 @@ class Tokenizer:
             start, end: Where the part stands, in characters.
 
         Returns:
-            How many tokens stand before the part, and the ids after it, as they are after a part of one digit.
+            The ids before the part and those after it, as they are around a part of one digit.
         """
         short = self._backend.encode(f"{text[:start]}0{text[end:]}", add_special_tokens=False)
         before = next((i for i, (_, stop) in enumerate(short.offsets) if stop > start), len(short.ids))
         after = len(short.ids)
         while after > before and short.offsets[after - 1][0] > start:
             after -= 1
-        return before, short.ids[after:]
+        return short.ids[:before], short.ids[after:]
 
     def token_id(self, token: str) -> int:
         """The id of a token written as the vocabulary has it, or as text that is one token.
@@ -198,10 +198,14 @@ class Tokenizer:
             raise ConfigError(f"{token!r} is not one token of this model's vocabulary: it is {len(ids)}, {ids}")
         return ids[0]
 
+    def prompt_ids(self, prompt: str) -> list[int]:
+        """The leading tokens of a text that a prompt takes: its own with special ones, without one at the end."""
+        [ids] = self.encode([prompt])
+        return ids[:-1] if ids and ids[-1] in self.special_ids else ids
+
     def prompt_length(self, prompt: str) -> int:
-        """How many leading tokens a prompt takes: its own with special tokens, without a special one at the end."""
-        ids = self.encode([prompt])[0]
-        return len(ids) - (1 if ids and ids[-1] in self.special_ids else 0)
+        """How many leading tokens of a text a prompt takes."""
+        return len(self.prompt_ids(prompt))
 
     def _probe(self) -> tuple[str, list[int]]:
         """A text that has tokens, and their ids."""
@@ -220,7 +224,8 @@ class Tokenizer:
         raise CheckpointFormatError("the tokenizer's special tokens do not stand before and after the text")
 
 
-def _keep(ids: Sequence[int], count: int, side: str) -> Sequence[int]:
+def keep(ids: Sequence[int], count: int, side: str) -> Sequence[int]:
+    """`count` of the ids, without those at the end that is cut."""
     return ids[:count] if side == "right" else ids[len(ids) - count :]
 
 

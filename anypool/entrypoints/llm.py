@@ -18,6 +18,7 @@ from anypool.engine.engine import Engine
 from anypool.engine.preparation import PromptOptions
 from anypool.engine.prompts import Prompt, as_prompt_list, check_text
 from anypool.engine.request import Request
+from anypool.engine.spans import check_span_lists, check_spans
 from anypool.entrypoints.scoring import Scores, as_pairs, as_query_and_documents, score_pairs
 from anypool.errors import InvalidParameterError
 from anypool.outputs import (
@@ -30,6 +31,8 @@ from anypool.outputs import (
     RerankResult,
     ScoringOutput,
     ScoringRequestOutput,
+    SpanEmbeddingOutput,
+    SpanEmbeddingRequestOutput,
     TokenClassificationOutput,
     TokenClassificationRequestOutput,
 )
@@ -111,6 +114,51 @@ class LLM:
         requests, results = self._run(prompts, PoolingTask.EMBED, pooling_params, arguments)
         return [
             EmbeddingRequestOutput(**_common(request), outputs=EmbeddingOutput(result))
+            for request, result in zip(requests, results, strict=True)
+        ]
+
+    def embed_spans(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        spans: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        unit: str = "characters",
+        **arguments: Unpack[PromptArguments],
+    ) -> list[SpanEmbeddingRequestOutput]:
+        """Embeds spans of prompts, each in the light of its whole prompt, which is run once (late chunking).
+
+        A span's vector is the mean of its tokens' states, finished as any embedding of the model: so it takes a model
+        that pools by MEAN. Günther et al., arXiv:2409.04701.
+
+        Args:
+            prompts: As for `embed`.
+            spans: Pairs of start and end, the end not included, at least one: a list of them for one prompt, a list of
+                such lists for a list of prompts. They may overlap.
+            pooling_params: As for `embed`.
+            unit: "characters" of the text, where a token belongs to a span if they share a character, or "tokens",
+                places in `prompt_token_ids`.
+            **arguments: As for `embed`.
+
+        Returns:
+            One output per prompt; `outputs.data` is `[spans, E]`.
+
+        Raises:
+            InvalidRequestError: As for `embed`; a span covers no token or ends after its prompt; or the model does not
+                pool by MEAN.
+        """
+        listed, is_one = as_prompt_list(prompts)
+        lists = [spans] if is_one else check_span_lists(spans, len(listed))
+        spanned = [
+            check_spans(prompt, one, unit, index) for index, (prompt, one) in enumerate(zip(listed, lists, strict=True))
+        ]
+        requests, results = self._submit(
+            spanned, PoolingTask.EMBED, pooling_params, _options(arguments), arguments.get("use_tqdm", True)
+        )
+        return [
+            SpanEmbeddingRequestOutput(
+                **_common(request), outputs=SpanEmbeddingOutput(result, token_spans=list(request.plan.spans))
+            )
             for request, result in zip(requests, results, strict=True)
         ]
 
@@ -218,7 +266,8 @@ class LLM:
 
         A cross-encoder or reranker reads the pair; any other model compares embeddings, by the checkpoint's own
         similarity or by cosine. Pairs that are too long are cut, a reranker's template never; pass
-        `truncate_prompt_tokens=None` to get an error instead.
+        `truncate_prompt_tokens=None` to get an error instead. With `enable_chunked_processing` they are not cut: the
+        second text is run in windows, and the highest score counts.
 
         Args:
             data_1: The first text of each pair, or the one of all: the query.
@@ -239,6 +288,7 @@ class LLM:
                 outputs=ScoringOutput(score),
                 prompt_token_ids=[i for request in requests for i in request.token_ids],
                 num_truncated_tokens=sum(request.num_truncated_tokens for request in requests),
+                num_windows=max(_num_windows(request) for request in requests),
             )
             for score, requests in scores
         ]
@@ -297,6 +347,9 @@ class LLM:
                 raise InvalidParameterError(f"instruction={instruction!r} is not a text", param="instruction")
             check_text(instruction, "instruction")
         arguments = {"truncate_prompt_tokens": -1, **arguments}
+        config = self.engine.config.pooler_config
+        in_windows = config is not None and config.enable_chunked_processing
+        arguments = {"truncate_prompt_tokens": None if in_windows else -1, **arguments}
 
         def run(
             prompts: Sequence[Any], task: PoolingTask, params: PoolingParams | None, options: PromptOptions
@@ -409,4 +462,9 @@ def _common(request: Request) -> dict[str, Any]:
         "prompt_token_ids": request.token_ids,
         "num_cached_tokens": request.num_cached_tokens,
         "num_truncated_tokens": request.num_truncated_tokens,
+        "num_windows": _num_windows(request),
     }
+
+
+def _num_windows(request: Request) -> int:
+    return len(request.parts) or 1

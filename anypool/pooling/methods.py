@@ -147,6 +147,35 @@ def maximum(hidden_TD: torch.Tensor, segments: Segments) -> torch.Tensor:
     return segment_max(segments.kept_rows(hidden_TD), segments.pooled_lengths_N)
 
 
+def span_means(rows_LD: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """The mean of each span of one sequence's rows: late chunking (Günther et al., arXiv:2409.04701).
+
+    Args:
+        rows_LD: `[L, D]`, any float dtype.
+        spans: First row and the one after the last, of each span; they may overlap.
+
+    Returns:
+        `[spans, D]` float32.
+    """
+    spans_S2 = torch.tensor(spans, dtype=torch.int64, device=rows_LD.device)
+    return (span_sums(rows_LD, spans_S2) / spans_S2.diff()).float()
+
+
+def span_sums(rows_LD: torch.Tensor, spans_S2: torch.Tensor) -> torch.Tensor:
+    """The sum of each span of rows, as a difference of running sums: float64 for the digits that this loses.
+
+    Args:
+        rows_LD: `[L, D]`, any float dtype.
+        spans_S2: `[spans, 2]` int64: first row and the one after the last, the same where a span is empty.
+
+    Returns:
+        `[spans, D]` float64.
+    """
+    sums_LD = torch.nn.functional.pad(rows_LD.double().cumsum(dim=0), (0, 0, 1, 0))
+    starts_S, ends_S = spans_S2.unbind(dim=1)
+    return sums_LD[ends_S] - sums_LD[starts_S]
+
+
 def _kept_sum(hidden_TD: torch.Tensor, segments: Segments) -> torch.Tensor:
     return segment_sum(segments.kept_rows(hidden_TD), segments.pooled_lengths_N)
 

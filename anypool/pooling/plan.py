@@ -89,7 +89,10 @@ class PoolingDefaults:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingPlan:
-    """What one request gets. Requests with equal plans share every step of the pooler."""
+    """What one request gets. Requests with equal plans share every step of the pooler.
+
+    `spans` are ranges of tokens, first and one after the last; where there are some, each gets an embedding.
+    """
 
     task: PoolingTask
     normalize: bool = False
@@ -100,6 +103,7 @@ class PoolingPlan:
     step_tag_id: int | None = None
     returned_columns: tuple[int, ...] | None = None
     reported_column: int | None = None
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 _EMBED_FIELDS = ("dimensions", "normalize", "use_activation")

@@ -15,9 +15,9 @@ from torch import nn
 
 from anypool.kernels.normalize_cut import normalize_cut
 from anypool.pooling.activations import SCORE_ACTIVATIONS
-from anypool.pooling.methods import PoolingType, Segments, pool
+from anypool.pooling.methods import PoolingType, Segments, pool, span_means
 from anypool.pooling.plan import PoolingPlan
-from anypool.pooling.streaming import PoolingState, pooling_state
+from anypool.pooling.streaming import PoolingState, SpanMeans, pooling_state
 from anypool.pooling.tasks import PoolingTask
 
 
@@ -158,12 +158,16 @@ class _Folded(ChunkedPooling):
             state.update(hidden_LD, ids_L)
 
     def result(self) -> PooledGroup:
-        row_1D = torch.cat([state.result() for state in self.states]).unsqueeze(0)
-        return PooledGroup((0,), self.pooler.finish(self.pooler.head(row_1D), self.plan))
+        rows = torch.cat([state.result() for state in self.states], dim=-1)
+        if rows.dim() == 1:
+            return PooledGroup((0,), self.pooler.finish(self.pooler.head(rows[None]), self.plan))
+        return PooledGroup((0,), self.pooler.finish(self.pooler.head(rows), self.plan), (len(rows),))
 
 
 class EmbedPooler(SequencePooler):
-    """One vector per sequence: pooling types, head modules in order, cut, normalise.
+    """One vector per sequence, or per span of it: pooling types, head modules in order, cut, normalise.
+
+    The vector of a span is that of a text with its tokens alone: their mean, whatever the pooling types are.
 
     Args:
         types: Sequence-level pooling types, concatenated.
@@ -172,6 +176,23 @@ class EmbedPooler(SequencePooler):
 
     def __init__(self, types: tuple[PoolingType, ...], head: nn.Sequential | None = None) -> None:
         super().__init__(types, head if head is not None else nn.Sequential())
+
+    def forward(self, hidden_TD: torch.Tensor, segments: Segments, plans: Sequence[PoolingPlan]) -> list[PooledGroup]:
+        groups = super().forward(hidden_TD, segments, plans)
+        return [self._spans(group, hidden_TD, segments, plans[group.requests[0]]) for group in groups]
+
+    def _spans(self, group: PooledGroup, hidden_TD: torch.Tensor, segments: Segments, plan: PoolingPlan) -> PooledGroup:
+        """What a group gets whose plan has spans: a row for each in place of one for all."""
+        if not plan.spans:
+            return group
+        sequences = hidden_TD.split(segments.lengths)
+        rows = self.head(torch.cat([span_means(sequences[i], plan.spans) for i in group.requests]))
+        return PooledGroup(group.requests, self.finish(rows, plan), (len(plan.spans),) * len(group.requests))
+
+    def begin(self, plan: PoolingPlan, *, skip: int = 0, pad_token_id: int | None = None) -> ChunkedPooling:
+        if plan.spans:
+            return _Folded(self, [SpanMeans(plan.spans)], plan)
+        return super().begin(plan, skip=skip, pad_token_id=pad_token_id)
 
     def finish(self, rows_NE: torch.Tensor, plan: PoolingPlan) -> torch.Tensor:
         return normalize_cut(rows_NE, dimensions=plan.dimensions, normalize=plan.normalize)

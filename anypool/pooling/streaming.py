@@ -7,11 +7,11 @@ no more than its result needs: one row, or for ALL and STEP the rows that are re
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from anypool.pooling.methods import PoolingType
+from anypool.pooling.methods import PoolingType, span_sums
 
 
 class PoolingState(ABC):
@@ -122,6 +122,28 @@ class RunningMax(PoolingState):
 
     def result(self) -> torch.Tensor:
         return _there(self.max_D)
+
+
+class SpanMeans(PoolingState):
+    """The means of spans of the text, `[spans, D]`, as `methods.span_means` has them.
+
+    Args:
+        spans: First token and the one after the last, of each.
+    """
+
+    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
+        super().__init__()
+        self.spans_S2 = torch.tensor(spans, dtype=torch.int64)
+        self.sums_SD: torch.Tensor | None = None
+
+    def fold(self, rows_LD: torch.Tensor, ids_L: torch.Tensor, start: int) -> None:
+        here_S2 = (self.spans_S2 - start).clamp(0, len(rows_LD)).to(rows_LD.device)
+        piece_SD = span_sums(rows_LD, here_S2)
+        self.sums_SD = piece_SD if self.sums_SD is None else self.sums_SD + piece_SD
+
+    def result(self) -> torch.Tensor:
+        sums_SD = _there(self.sums_SD)
+        return (sums_SD / self.spans_S2.diff().to(sums_SD.device)).float()
 
 
 class KeptRows(PoolingState):

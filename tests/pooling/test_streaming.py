@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from anypool.pooling.methods import PoolingType, Segments, pool
+from anypool.pooling.methods import PoolingType, Segments, pool, span_means
 from anypool.pooling.plan import PoolingPlan
 from anypool.pooling.pooler import TokenEmbedPooler, TokenScorePooler
-from anypool.pooling.streaming import PoolingState, pooling_state
+from anypool.pooling.streaming import PoolingState, SpanMeans, pooling_state
 from anypool.pooling.tasks import PoolingTask
 
 DIM, PAD, TAG = 12, 0, 1
@@ -112,3 +112,16 @@ def test_a_result_before_any_pooled_row_is_a_fault_of_ours() -> None:
     for kind in PoolingType:
         with pytest.raises(AssertionError, match="no rows were"):
             pooling_state(kind, pad_token_id=PAD, step_tag_id=TAG).result()
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_spans_have_the_same_means_in_chunks(data: st.DataObject) -> None:
+    rows_TD, ids_T, _ = data.draw(texts())
+    length = len(rows_TD)
+    starts = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=5))
+    spans = [(start, data.draw(st.integers(start + 1, length))) for start in starts]
+    expected = torch.stack([rows_TD[start:end].double().mean(dim=0).float() for start, end in spans])
+    torch.testing.assert_close(span_means(rows_TD, spans), expected, atol=1e-6, rtol=0)
+    actual = streamed(SpanMeans(spans), rows_TD, ids_T, data.draw(splits(length)))
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)

@@ -58,4 +58,7 @@ def _usage(requests: Sequence[Request]) -> dict[str, Any]:
     truncated = sum(request.num_truncated_tokens for request in requests)
     if truncated:
         usage["truncated_tokens"] = truncated
+    split = sum(bool(request.parts) for request in requests)
+    if split:
+        usage["split_inputs"] = split
     return usage

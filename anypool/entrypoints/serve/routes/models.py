@@ -14,7 +14,7 @@ router = APIRouter()
 
 
 class ModelCard(BaseModel):
-    """A served model. `root` is what was loaded; `max_model_len` is its longest input in tokens."""
+    """A served model. `root` is what was loaded; `max_model_len` is how many tokens it takes at once."""
 
     id: str
     object: Literal["model"] = "model"

@@ -140,11 +140,16 @@ class EmbeddingData(BaseModel):
 
 
 class Usage(BaseModel):
-    """Tokens that were run, special tokens included. `truncated_tokens` is there where something was cut off."""
+    """Tokens that were run, special tokens included.
+
+    `truncated_tokens` is there where something was cut off, and `split_inputs`, how many inputs were run in windows,
+    where some were.
+    """
 
     prompt_tokens: int
     total_tokens: int
     truncated_tokens: int | None = None
+    split_inputs: int | None = None
 
 
 class EmbeddingResponse(BaseModel):
