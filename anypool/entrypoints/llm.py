@@ -346,7 +346,6 @@ class LLM:
             if not isinstance(instruction, str):
                 raise InvalidParameterError(f"instruction={instruction!r} is not a text", param="instruction")
             check_text(instruction, "instruction")
-        arguments = {"truncate_prompt_tokens": -1, **arguments}
         config = self.engine.config.pooler_config
         in_windows = config is not None and config.enable_chunked_processing
         arguments = {"truncate_prompt_tokens": None if in_windows else -1, **arguments}
