@@ -221,14 +221,13 @@ class Fitting:
     def _document_windows(self, prompt: TemplatedPrompt, whole: list[int], others: int, index: int) -> list[list[int]]:
         """The part that holds the document, once per window, each of which has `others` tokens beside it."""
         before, after = self.need_tokenizer().around(prompt.pieces[prompt.cut], *prompt.document)
-        # What stands beside the document may have become one token with its first or last character: that token
-        # belongs to the document.
-        head = _common(whole, before)
-        tail = _common(whole[:head:-1], after[::-1])
-        document = whole[head : len(whole) - tail]
-        room, overlap = self._room(others + head + len(after), index)
+        # What stands beside the document may have become one token with its first or last character. The first is the
+        # document's then, and the last window ends as the whole does.
+        head, tail = _common(whole, before), len(after)
+        document, ending = whole[head : len(whole) - tail], whole[len(whole) - tail :]
+        room, overlap = self._room(others + head + tail, index)
         places = spread(len(document), room, overlap)
-        ends = [after] * (len(places) - 1) + [whole[len(whole) - tail :]]
+        ends = [after] * (len(places) - 1) + [ending]
         return [[*whole[:head], *document[start:stop], *end] for (start, stop), end in zip(places, ends, strict=True)]
 
     def _room(self, others: int, index: int) -> tuple[int, int]:

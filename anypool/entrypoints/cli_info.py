@@ -66,6 +66,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "prompts": dict(recipe.prompts),
         "default_prompt_name": recipe.default_prompt_name,
         "max_model_len": engine.max_model_len,
+        "enable_chunked_processing": loaded.pooler_config.enable_chunked_processing,
         "vocab_size": loaded.config.vocab_size,
         "max_num_batched_tokens": engine.config.max_num_batched_tokens,
         "max_num_seqs": engine.config.max_num_seqs,
@@ -89,12 +90,17 @@ def as_text(facts: dict[str, Any]) -> str:
         ("trained sizes", ", ".join(map(str, facts["trained_dimensions"] or ())) or "not stated"),
         *_scores(facts),
         *_prompts(facts),
-        ("longest input", f"{facts['max_model_len']:,} tokens"),
+        ("longest input", _longest(facts)),
         ("vocabulary", f"{facts['vocab_size']:,} tokens"),
         ("batch", f"up to {facts['max_num_batched_tokens']:,} tokens, {facts['max_num_seqs']:,} prompts"),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _longest(facts: dict[str, Any]) -> str:
+    windows = "; longer ones in windows" if facts["enable_chunked_processing"] else ""
+    return f"{facts['max_model_len']:,} tokens{windows}"
 
 
 def _runs(model_cls: type) -> str:

@@ -26,7 +26,7 @@ from transformers import (
 
 from anypool import LLM, PoolerConfig, PoolingParams
 from anypool.engine.request import Request, leaves
-from anypool.engine.windows import split, spread
+from anypool.engine.windows import combination, split, spread
 from anypool.errors import (
     AnypoolError,
     ConfigError,
@@ -34,7 +34,7 @@ from anypool.errors import (
     NonFiniteResultError,
     PromptTooLongError,
 )
-from anypool.pooling.plan import PoolingPlan
+from anypool.pooling.plan import EmbeddingSize, PoolingDefaults, PoolingPlan
 from anypool.pooling.tasks import PoolingTask
 from tests import rerankers
 from tests.adapters.test_cross_encoder import bert, xlm_roberta
@@ -224,6 +224,18 @@ def test_every_window_has_the_prompt_and_the_head_comes_before_the_mean(include_
     with loaded(folder, max_model_len=SIZE, pooler_config=chunked()) as llm:
         assert_close(embedding(llm, TEXT, prompt_name="query"), normalize(expected, dim=0))
         assert_close(embedding(llm, TEXT, prompt="a long query: "), normalize(expected, dim=0))
+
+
+def test_a_prompt_that_grows_together_with_the_text_is_only_what_every_text_has() -> None:
+    folder, prompt = rerankers.causal_lm("qwen3", name="embedder"), "yes: "
+    text = " ".join(["story cat story"] * 60)
+    whole, alone = rerankers.ids_of(folder, prompt + text), rerankers.ids_of(folder, prompt)
+    head = alone[:-1]  # the space is a part of the text's first token
+    assert whole[: len(alone)] != alone
+    assert whole[: len(head)] == head
+    expected = reference_rows(folder, head, whole[len(head) :], [], lambda rows: rows[-1])
+    with loaded(folder, max_model_len=SIZE, pooler_config=chunked(pooling_type="LAST"), convert="embed") as llm:
+        assert_close(embedding(llm, text, prompt=prompt), normalize(expected, dim=0))
 
 
 def test_texts_that_fit_are_run_as_without_windows() -> None:
@@ -476,6 +488,17 @@ def test_raw_states_of_a_causal_lm_are_joined() -> None:
         assert_close(output.outputs.data, expected, atol=2e-5)  # states are not normalised: up to 5
 
 
+def test_rows_that_a_pooler_chose_by_itself_cannot_be_joined() -> None:
+    ids = list(range(20))
+    found = split(ids, head=1, tail=1, size=8, overlap=0)
+    plan = PoolingPlan(task=PoolingTask.TOKEN_EMBED)
+    defaults = PoolingDefaults(tasks=(), size=EmbeddingSize(model="m", full=4), normalize=True)
+    combine = combination(plan, found, ids, best=False, defaults=defaults)
+    assert combine is not None
+    with pytest.raises(PromptTooLongError, match="gave 7 rows for a window of 8, which cannot be joined"):
+        combine([torch.zeros(7, 4)] * 3)
+
+
 @pytest.mark.parametrize("make", [reward_model, process_reward_model])
 def test_a_reward_is_about_a_whole_text(make: Callable[[], Path]) -> None:
     with loaded(make(), max_model_len=SIZE, pooler_config=chunked()) as llm:
@@ -543,7 +566,7 @@ def test_a_request_is_as_long_as_its_parts_and_ends_with_the_last_of_them() -> N
     assert request.future.result(0) == torch.tensor([6.0])
 
 
-def test_the_first_error_of_a_part_is_the_requests_error_and_cancels_the_rest() -> None:
+def test_the_first_error_of_a_part_is_the_requests_error_and_cancels_the_rest(caplog: pytest.LogCaptureFixture) -> None:
     request = request_of(4)
     ended: list[Any] = []
     request.future.add_done_callback(ended.append)
@@ -554,6 +577,7 @@ def test_the_first_error_of_a_part_is_the_requests_error_and_cancels_the_rest() 
     request.parts[3].future.set_exception(NonFiniteResultError("two"))
     assert str(request.future.exception(0)) == "one"
     assert len(ended) == 1
+    assert caplog.records == []  # where futures report what goes wrong in a callback
 
 
 def test_cancelling_a_request_cancels_the_parts_that_wait() -> None:

@@ -648,7 +648,7 @@ def test_info_shows_modules_prompts_and_sizes() -> None:
         "pooling": {"dimensions": {"value": 128, "source": "user"}, "normalize": {"value": False, "source": "user"}},
         "modules": [{"type": "Dense", "path": "2_Dense", "in_features": 768, "out_features": 256}, {"type": "X"}],
         "prompts": {"query": "query: "}, "default_prompt_name": "query", "max_model_len": 512, "vocab_size": 10,
-        "max_num_batched_tokens": 4096, "max_num_seqs": 256,
+        "max_num_batched_tokens": 4096, "max_num_seqs": 256, "enable_chunked_processing": True,
     }  # fmt: skip
     text = cli_info.as_text(facts)
     for words in (
@@ -662,6 +662,7 @@ def test_info_shows_modules_prompts_and_sizes() -> None:
         "score 768 -> 2 tanh, per token",
         "A, B",
         "(score - 1.5) / 2",
+        "512 tokens; longer ones in windows",
     ):
         assert words in text
 
