@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from anypool.config import is_int, require
 from anypool.errors import CheckpointFormatError, ConfigError, WeightsError
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.weights.checkpoint import Checkpoint
@@ -27,6 +28,8 @@ _ACTIVATIONS: dict[str | None, type[nn.Module]] = {
     "silu": nn.SiLU,
     "swish": nn.SiLU,
 }
+# Pooling types that give a row per text.
+_ONE_ROW = tuple(kind for kind in PoolingType if kind not in (PoolingType.ALL, PoolingType.STEP))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +40,19 @@ class HeadLayer:
         tensor: Name of its tensors in the checkpoint without `.weight` and `.bias`, and without the base model's name.
         activation: Applied after it: None, tanh, relu, gelu or silu.
         norm: Whether it is a layer norm rather than a product.
-        bias: Whether the checkpoint must have a bias for it; None where either is right.
+        bias: Whether the checkpoint has a bias for it; None where either is right.
+
+    Raises:
+        ConfigError: The name of the tensor is no text.
     """
 
     tensor: str
     activation: str | None = None
     norm: bool = False
     bias: bool | None = None
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.tensor, str) and self.tensor != "", f"HeadLayer: tensor={self.tensor!r} is not a name")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +65,9 @@ class HeadRecipe:
         token_level: Whether it gives a row per token.
         step_tag_id: For process-reward models, the token whose rows are the steps' scores.
         reported_column: For rewards out of several labels, the one that is the reward.
+
+    Raises:
+        ConfigError: A value is of the wrong type, or the pooling gives more than one row per text.
     """
 
     layers: tuple[HeadLayer, ...]
@@ -63,6 +75,20 @@ class HeadRecipe:
     token_level: bool = False
     step_tag_id: int | None = None
     reported_column: int | None = None
+
+    def __post_init__(self) -> None:
+        require(
+            isinstance(self.layers, (list, tuple)) and all(isinstance(layer, HeadLayer) for layer in self.layers),
+            f"HeadRecipe: layers={self.layers!r} is not a tuple of HeadLayer",
+        )
+        object.__setattr__(self, "layers", tuple(self.layers))
+        require(
+            self.pooling in _ONE_ROW, f"HeadRecipe: pooling={self.pooling!r} is unknown; known: {', '.join(_ONE_ROW)}"
+        )
+        object.__setattr__(self, "pooling", PoolingType(self.pooling))
+        for name in ("step_tag_id", "reported_column"):
+            value = getattr(self, name)
+            require(value is None or is_int(value), f"HeadRecipe: {name}={value!r} is not a number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +159,7 @@ def register_head(architecture: str, recipe: HeadRecipe) -> None:
         architecture: The name that `architectures` in config.json has.
         recipe: Layers and the row they run on.
     """
+    require(isinstance(architecture, str) and architecture != "", f"architecture={architecture!r} is not a name")
     if not isinstance(recipe, HeadRecipe) or not recipe.layers:
         raise ConfigError(f"recipe={recipe!r} is not a HeadRecipe with at least one layer")
     _REGISTERED[architecture] = recipe
@@ -156,6 +183,8 @@ def find_head(config: ModelConfig, checkpoint: Checkpoint) -> Head | None:
         has_bias = f"{tensor}.bias" in checkpoint.names()
         if layer.bias and not has_bias:
             raise _missing(f"{layer.tensor}.bias", config)
+        if layer.bias is False and has_bias:
+            raise WeightsError(f"{config.name}: '{tensor}.bias' is there, and the head of this layer has bias=False")
         built = _build(layer, config, tensor, checkpoint.shape(f"{tensor}.weight"), size, has_bias)
         module.append(built)
         size = int(built.out_features)
@@ -221,7 +250,10 @@ def _stored_name(tensor: str, config: ModelConfig, checkpoint: Checkpoint) -> st
 
 
 def _missing(tensor: str, config: ModelConfig) -> WeightsError:
-    return WeightsError(f"{config.name}: the head of {config.architecture} needs a tensor {tensor!r}, which is missing")
+    return WeightsError(
+        f"{config.name}: the head of {config.architecture} needs a tensor {tensor!r}, which is missing; "
+        "a head of another form is described with register_head"
+    )
 
 
 def _check_labels(labels: int, config: ModelConfig, recipe: HeadRecipe) -> None:

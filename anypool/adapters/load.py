@@ -132,7 +132,10 @@ def load_pooling_model(
     claimed = head.tensors if head is not None else frozenset()
     if engine.convert == "embed":
         head = None
-    pooling_cls: Any = as_pooling_model(model_cls, _primary_task(head, engine.convert))
+    try:
+        pooling_cls: Any = as_pooling_model(model_cls, _primary_task(head, engine.convert))
+    except TypeError as error:
+        raise ConfigError(f"{config.architecture} cannot be loaded: {error}") from error
     model: Any = construct(lambda: pooling_cls(config) if own_pooler else pooling_cls(config, head))
     settings = resolve_settings(pooling_cls, config, recipe, user, head)
     types = settings["pooling_type"].value

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import anypool
 from anypool.config import EngineConfig
@@ -23,7 +23,14 @@ _INTERRUPTED = 128 + signal.SIGINT
 _BROKEN_PIPE = 141
 
 
-class _CommandParser(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line; argparse alone prints every flag before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_USERS_ERROR, f"anypool: error: {message}; see {self.prog} --help\n")
+
+
+class _CommandParser(_Parser):
     """Takes texts wherever they stand; argparse alone reads a list of them in one place, and here before any flag."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
@@ -62,9 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command."""
-    parser = argparse.ArgumentParser(
-        prog="anypool", description="Any language model as a pooling model.", allow_abbrev=False
-    )
+    parser = _Parser(prog="anypool", description="Any language model as a pooling model.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"anypool {anypool.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_CommandParser)
     cli_embed.add_command(_command(commands, "embed", "embed texts, from the arguments or a file"))

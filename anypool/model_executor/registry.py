@@ -73,8 +73,10 @@ class _Registry:
                 "package.module:Class", imported on first use.
 
         Raises:
-            ConfigError: It is neither.
+            ConfigError: It is neither, or the architecture is no name.
         """
+        if not isinstance(architecture, str) or not architecture:
+            raise ConfigError(f"architecture={architecture!r} is not a name")
         if isinstance(model_cls, str):
             if not re.fullmatch(r"[\w.]+:\w+", model_cls):
                 raise ConfigError(f"model_cls={model_cls!r} is not of the form 'package.module:Class'")

@@ -21,6 +21,7 @@ from anypool.errors import (
     UnsupportedTaskError,
     WeightsError,
 )
+from anypool.pooling.methods import PoolingType
 from tests.helpers import copy_of, edit_json, loaded, new_folder
 from tests.models.parity import random_ids, save_random
 
@@ -447,6 +448,36 @@ def test_a_registered_head_is_read_from_the_checkpoint(tmp_path: Path, monkeypat
 def test_a_recipe_without_layers_is_refused(recipe: Any) -> None:
     with pytest.raises(ConfigError, match="is not a HeadRecipe with at least one layer"):
         register_head("LlamaForRewardModel", recipe)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"layers": "classifier"}, "layers='classifier' is not a tuple of HeadLayer"),
+        ({"layers": ("classifier",)}, r"layers=\('classifier',\) is not a tuple of HeadLayer"),
+        ({"pooling": "median"}, "pooling='median' is unknown; known: CLS, LAST, MEAN"),
+        ({"pooling": PoolingType.ALL}, "pooling=.*ALL.* is unknown; known: CLS"),
+        ({"step_tag_id": "x"}, "step_tag_id='x' is not a number"),
+        ({"reported_column": 1.0}, "reported_column=1.0 is not a number"),
+    ],
+    ids=str,
+)
+def test_a_recipe_with_wrong_values_is_refused(fields: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        HeadRecipe(**{"layers": (HeadLayer(tensor="score"),), **fields})
+    with pytest.raises(ConfigError, match="tensor=3 is not a name"):
+        HeadLayer(tensor=3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="architecture=None is not a name"):
+        register_head(None, HeadRecipe(layers=(HeadLayer(tensor="score"),)))  # type: ignore[arg-type]
+
+
+def test_a_bias_that_a_recipe_leaves_out_is_not_left_out_in_silence(tagger: tuple[Path, Any]) -> None:
+    register_head(
+        "TaggingBertForTokenClassification",
+        HeadRecipe(layers=(HeadLayer(tensor="classifier", bias=False),), token_level=True),
+    )
+    with pytest.raises(WeightsError, match=r"'classifier\.bias' is there, and the head of this layer has bias=False"):
+        open_broken(tagger[0], hf_overrides={"architectures": ["TaggingBertForTokenClassification"]})
 
 
 # Errors

@@ -183,6 +183,14 @@ def test_what_is_no_module_class_is_refused(wrong: Any) -> None:
         ConfigError, match=r"model_cls=.* is not of the form|model_cls=.* is neither an nn.Module class"
     ):
         register_model("TwoHeadedLlama", wrong)
+    with pytest.raises(ConfigError, match="architecture='' is not a name"):
+        register_model("", TwoHeadedLlama)
+
+
+def test_a_registered_class_that_cannot_pool_is_refused_when_it_is_loaded(checkpoint: tuple[Path, Any]) -> None:
+    register_model("Silent", torch.nn.Linear)
+    with pytest.raises(ConfigError, match=r"Silent cannot be loaded: Linear .* has no compute_logits"):
+        LLM(checkpoint[0], device="cpu", use_tqdm_on_load=False, hf_overrides={"architectures": ["Silent"]})
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,11 @@ def test_flag_of_a_wrong_form_is_refused(capsys: pytest.CaptureFixture[str], arg
     with pytest.raises(SystemExit) as ended:
         main(["info", "m", *argv])
     assert ended.value.code == 2
-    assert words in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.startswith("anypool: error: ")
+    assert error.endswith(" --help\n")
+    assert error.count("\n") == 1
 
 
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -312,6 +312,8 @@ def _probe(backbone: TransformersModel, texts: list[list[int]], device: torch.de
     batch = PackedBatch.pack(texts, device=device)
     try:
         packed_TD = backbone(batch.input_ids_T, batch.positions_T, batch.attn)
+    except UnsupportedArchitectureError:  # says what it is already
+        raise
     except _RAISED as error:
         raise _refusal(config, f"it raises {type(error).__name__}: {error}") from error
     model.set_attn_implementation("eager")
