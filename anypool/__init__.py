@@ -5,6 +5,7 @@ from __future__ import annotations
 from anypool.adapters.heads import HeadLayer, HeadRecipe, register_head
 from anypool.adapters.pooling_model import as_pooling_model
 from anypool.config import EngineConfig, PoolerConfig
+from anypool.engine.async_engine import AsyncEngine, ServingOptions
 from anypool.entrypoints.llm import LLM
 from anypool.errors import AnypoolError
 from anypool.model_executor.registry import (
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AnypoolError",
+    "AsyncEngine",
     "ClassificationOutput",
     "ClassificationRequestOutput",
     "EmbeddingOutput",
@@ -53,6 +55,7 @@ __all__ = [
     "RerankResult",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "ServingOptions",
     "SpanEmbeddingOutput",
     "SpanEmbeddingRequestOutput",
     "TokenClassificationOutput",

@@ -17,6 +17,7 @@ from tests.test_docs import page_text, table
 PUBLIC = [
     "LLM",
     "AnypoolError",
+    "AsyncEngine",
     "ClassificationOutput",
     "ClassificationRequestOutput",
     "EmbeddingOutput",
@@ -33,6 +34,7 @@ PUBLIC = [
     "RerankResult",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "ServingOptions",
     "SpanEmbeddingOutput",
     "SpanEmbeddingRequestOutput",
     "TokenClassificationOutput",

@@ -22,7 +22,7 @@ from anypool.engine.prompts import Prompt, TextPair
 from anypool.engine.request import Request
 from anypool.errors import DeadlineExceededError, EngineDeadError
 from anypool.pooling.params import PoolingParams
-from anypool.pooling.tasks import PoolingTask
+from anypool.pooling.tasks import PoolingTask, parse_task
 
 Served = tuple[list[Request], list[torch.Tensor]]
 
@@ -84,7 +84,7 @@ class AsyncEngine:
     async def run(
         self,
         prompts: Sequence[Prompt | TextPair | TemplatedPrompt],
-        task: PoolingTask,
+        task: PoolingTask | str,
         params: PoolingParams | Sequence[PoolingParams] | None = None,
         prompt_options: PromptOptions | None = None,
         options: ServingOptions | None = None,
@@ -93,7 +93,7 @@ class AsyncEngine:
 
         Args:
             prompts: As for `Engine.prepare`.
-            task: What each gets.
+            task: What each gets, by name or as a `PoolingTask`.
             params: For all of them, or one per prompt.
             prompt_options: How prompts become token ids.
             options: How the call is served.
@@ -107,7 +107,7 @@ class AsyncEngine:
             DeadlineExceededError: The time was up.
             EngineError: The engine failed on a prompt; the others are dropped.
         """
-        prepare = functools.partial(self.engine.prepare, prompts, task, params, prompt_options)
+        prepare = functools.partial(self.engine.prepare, prompts, parse_task(task), params, prompt_options)
         size = sum(len(prompt) if isinstance(prompt, (str, list)) else _SMALL // 64 for prompt in prompts)
         return await self.serve(prepare, options, size=size)
 

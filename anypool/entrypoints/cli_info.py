@@ -70,6 +70,8 @@ def describe(engine: Engine) -> dict[str, Any]:
         "vocab_size": loaded.config.vocab_size,
         "max_num_batched_tokens": engine.config.max_num_batched_tokens,
         "max_num_seqs": engine.config.max_num_seqs,
+        "enable_chunked_prefill": engine.config.enable_chunked_prefill,
+        "enable_prefix_caching": engine.config.enable_prefix_caching,
     }
 
 
@@ -92,7 +94,8 @@ def as_text(facts: dict[str, Any]) -> str:
         *_prompts(facts),
         ("longest input", _longest(facts)),
         ("vocabulary", f"{facts['vocab_size']:,} tokens"),
-        ("batch", f"up to {facts['max_num_batched_tokens']:,} tokens, {facts['max_num_seqs']:,} prompts"),
+        ("batch", _batch(facts)),
+        ("prefix caching", "on" if facts["enable_prefix_caching"] else "off"),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
@@ -101,6 +104,13 @@ def as_text(facts: dict[str, Any]) -> str:
 def _longest(facts: dict[str, Any]) -> str:
     windows = "; longer ones in windows" if facts["enable_chunked_processing"] else ""
     return f"{facts['max_model_len']:,} tokens{windows}"
+
+
+def _batch(facts: dict[str, Any]) -> str:
+    longer = "in chunks" if facts["enable_chunked_prefill"] else "whole"
+    return (
+        f"up to {facts['max_num_batched_tokens']:,} tokens, {facts['max_num_seqs']:,} prompts; longer prompts {longer}"
+    )
 
 
 def _runs(model_cls: type) -> str:

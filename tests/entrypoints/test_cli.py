@@ -46,6 +46,13 @@ ENGINE_FLAGS = {
     "--max-num-batched-tokens",
     "--max-num-seqs",
     "--max-queued-tokens",
+    "--enable-chunked-prefill",
+    "--no-enable-chunked-prefill",
+    "--enable-prefix-caching",
+    "--no-enable-prefix-caching",
+    "--block-size",
+    "--kv-cache-memory-fraction",
+    "--stuck-after-s",
     "--download-dir",
     "--served-model-name",
     "--chat-template",
@@ -653,10 +660,12 @@ def test_info_shows_modules_prompts_and_sizes() -> None:
         "modules": [{"type": "Dense", "path": "2_Dense", "in_features": 768, "out_features": 256}, {"type": "X"}],
         "prompts": {"query": "query: "}, "default_prompt_name": "query", "max_model_len": 512, "vocab_size": 10,
         "max_num_batched_tokens": 4096, "max_num_seqs": 256, "enable_chunked_processing": True,
+        "enable_chunked_prefill": True, "enable_prefix_caching": False,
     }  # fmt: skip
     text = cli_info.as_text(facts)
     for words in (
         "12,345",
+        "up to 4,096 tokens, 256 prompts; longer prompts in chunks",
         "128 (from: user)",
         "no (from: user)",
         "Dense 768 -> 256, X",
