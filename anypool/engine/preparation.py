@@ -47,6 +47,14 @@ class _Tokens:
     skip: int = 0
 
 
+def _texts_of(prompt: object) -> tuple[str, ...]:
+    if isinstance(prompt, TextPair):
+        return prompt.first, prompt.second
+    if isinstance(prompt, TemplatedPrompt):
+        return prompt.pieces
+    return (prompt,) if isinstance(prompt, str) else ()
+
+
 class Preparation:
     """Makes requests for one loaded model.
 
@@ -198,9 +206,10 @@ class Preparation:
         """Refuses a text that no vocabulary could bring down to the limit, before minutes go into tokenising it."""
         most = _CHARACTERS_PER_TOKEN * self.max_model_len
         for index, prompt in enumerate(prompts):
-            if isinstance(prompt, str) and len(prompt) > most:
+            characters = sum(map(len, _texts_of(prompt)))
+            if characters > most:
                 raise PromptTooLongError(
-                    f"input {index} has {len(prompt):,} characters, and the limit is {self.max_model_len:,} tokens: "
+                    f"input {index} has {characters:,} characters, and the limit is {self.max_model_len:,} tokens: "
                     "pass truncate_prompt_tokens=-1, or split the text"
                 )
 
