@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from anypool.adapters.load import LoadedModel
 from anypool.adapters.rerank_templates import TemplatedPrompt
 from anypool.config import is_int, require
+from anypool.engine.prompts import TextPair
 from anypool.engine.tokenization import Tokenizer, keep, truncate
 from anypool.engine.windows import Window, room_for_text, split, spread
 from anypool.errors import InvalidParameterError, InvalidPromptError, PromptTooLongError
@@ -84,8 +85,9 @@ class Fitting:
         if self.longest is None:
             return
         for index, prompt in enumerate(prompts):
-            if isinstance(prompt, str) and len(prompt) > _CHARACTERS_PER_TOKEN * self.longest:
-                raise self._too_long(f"input {index} has {len(prompt):,} characters, and the limit is", " tokens")
+            characters = sum(map(len, _texts_of(prompt)))
+            if characters > _CHARACTERS_PER_TOKEN * self.longest:
+                raise self._too_long(f"input {index} has {characters:,} characters, and the limit is", " tokens")
 
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer, or an `InvalidPromptError` where there is none."""
@@ -258,6 +260,14 @@ class Fitting:
             overlap is None or 2 * overlap <= size,
             f"PoolerConfig: chunk_overlap={overlap} is more than half of a window, {size}",
         )
+
+
+def _texts_of(prompt: object) -> tuple[str, ...]:
+    if isinstance(prompt, TextPair):
+        return prompt.first, prompt.second
+    if isinstance(prompt, TemplatedPrompt):
+        return prompt.pieces
+    return (prompt,) if isinstance(prompt, str) else ()
 
 
 def _common(ids: Sequence[int], others: Sequence[int]) -> int:

@@ -151,6 +151,17 @@ def test_pairs_are_cut_unless_the_user_wants_an_error(cross_encoder: LLM) -> Non
         cross_encoder.score("cat", "mat", truncate_prompt_tokens=2, use_tqdm=False)
 
 
+def test_a_pair_that_no_vocabulary_could_fit_is_refused_before_it_is_tokenised(
+    cross_encoder: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = cross_encoder.engine.tokenizer
+    assert tokenizer is not None
+    monkeypatch.setattr(tokenizer, "encode", lambda *args, **options: pytest.fail("it was tokenised"))
+    for options in ({}, {"chat_template": "{{ messages[0].content }} {{ messages[1].content }}"}):
+        with pytest.raises(PromptTooLongError, match=r"input 1 has [\d,]+ characters, and the limit is 160 tokens"):
+            cross_encoder.score("cat", ["a", "b" * 50_000], truncate_prompt_tokens=None, use_tqdm=False, **options)
+
+
 def test_an_activation_is_for_one_call(cross_encoder: LLM) -> None:
     raw = scores(cross_encoder, "cat", SECOND, pooling_params=PoolingParams(activation="none"))
     assert_close(scores(cross_encoder, "cat", SECOND), raw.sigmoid(), atol=1e-6)
