@@ -32,18 +32,12 @@ class BlockPool:
     - evictable: nobody references it, but it has a hash, under which `match` finds it until it is needed elsewhere.
 
     A referenced block may have a hash as well. All methods are O(1) per block.
-
-    Attributes:
-        queried_tokens: Tokens that `match` was asked for.
-        hit_tokens: Those of them that were cached.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         assert num_blocks > 0 and block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.queried_tokens = 0
-        self.hit_tokens = 0
         self._free = list(reversed(range(num_blocks)))
         self._references = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
@@ -69,8 +63,6 @@ class BlockPool:
                 break
             found.append(block)
         self.acquire(found)
-        self.queried_tokens += len(hashes) * self.block_size
-        self.hit_tokens += len(found) * self.block_size
         return found
 
     def allocate(self, count: int) -> list[int] | None:
@@ -91,18 +83,6 @@ class BlockPool:
         assert self._hashes[block] in (None, block_hash), f"block {block} is committed under two hashes"
         if self._blocks.setdefault(block_hash, block) == block:
             self._hashes[block] = block_hash
-
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Takes the hashes of blocks away, as where the pass failed that was to write them."""
-        for block in blocks:
-            block_hash = self._hashes[block]
-            if block_hash is None:
-                continue
-            self._hashes[block] = None
-            del self._blocks[block_hash]
-            if block in self._evictable:
-                del self._evictable[block]
-                self._free.append(block)
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """One more reference to each, which must be referenced or cached."""

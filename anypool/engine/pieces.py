@@ -12,7 +12,6 @@ import torch
 from anypool.engine.kv_cache import BlockPool, block_hashes
 from anypool.engine.request import Request
 from anypool.model_executor.kv_store import KVStore
-from anypool.model_executor.layers.rotary import frequency_length
 from anypool.model_executor.model_config import ModelConfig
 from anypool.pooling.pooler import ChunkedPooling
 
@@ -146,9 +145,7 @@ class KVCache:
         return (len(request) - 1) // self.block_size
 
     def _hashes(self, request: Request) -> list[bytes]:
-        # Where rotary frequencies depend on a prompt's own length, only prompts with the same ones have the same keys.
-        frequencies = [frequency_length(rope, len(request)) for rope in self.config.rope.values()]
-        salt = repr((request.cache_salt, frequencies)).encode()
+        salt = repr((request.cache_salt, self.config.frequency_lengths(len(request)))).encode()
         return block_hashes(request.token_ids, self.block_size, salt)
 
 

@@ -147,12 +147,6 @@ class Pool(RuleBasedStateMachine):
             if self.references()[block] == 0:
                 self.last_use[block] = self.clock
 
-    @rule(blocks=st.sets(st.integers(0, BLOCKS - 1), max_size=3))
-    def forget(self, blocks: set[int]) -> None:
-        self.pool.forget(blocks)
-        for block in blocks:
-            self.hash_of.pop(block, None)
-
     @invariant()
     def every_block_is_free_or_evictable_or_referenced(self) -> None:
         referenced = set(self.references())
