@@ -166,6 +166,21 @@ def test_native_and_transformers_give_the_same(tmp_path: Path) -> None:
     torch.testing.assert_close(native, through, atol=1e-5, rtol=0)
 
 
+def test_a_long_text_leaves_the_longrope_frequencies_of_short_ones_alone(tmp_path: Path) -> None:
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [2.0] * 4, "short_factor": [1.0] * 4}
+    config = hf.Phi3Config(**{**GQA, "rope_parameters": longrope, "original_max_position_embeddings": 64})
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    save_random(model, tmp_path)
+    texts = random_ids(120, (7, 130, 64, 1, 65))
+    expected = reference_states(model, texts)
+    for batch in (texts, texts[:1] + texts[2:4], [texts[1], texts[4]]):
+        places = [texts.index(ids) for ids in batch]
+        states = expected.split([len(ids) for ids in texts])
+        torch.testing.assert_close(
+            packed_states(tmp_path, batch), torch.cat([states[i] for i in places]), atol=1e-5, rtol=0
+        )
+
+
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

@@ -83,6 +83,7 @@ class TransformersModel(Backbone):
         self.model: Any = None  # comes with its weights in `load`, since transformers converts names while loading
         self._accepts: frozenset[str] = frozenset()
         self._position_padding: int | None = None
+        self._trained_length: int | None = None
 
     def load(
         self,
@@ -126,6 +127,7 @@ class TransformersModel(Backbone):
         accepts = inspect.signature(self.model.forward).parameters
         self._accepts = frozenset(accepts)
         self._position_padding = _position_padding(self.model)
+        self._trained_length = _trained_length(self.model)
         texts = _probe_texts(self.config, self.model)
         packed = _probe(self, texts, device)
         self.takes_prefix = _runs_in_chunks(self, texts[1], packed[1])
@@ -145,6 +147,46 @@ class TransformersModel(Backbone):
         if self._position_padding is not None:
             padding = self._position_padding
             positions_T = positions_after_padding(input_ids_T, positions_T, attn, padding_id=padding)
+        packed = {
+            "input_ids_T": input_ids_T,
+            "positions_T": positions_T,
+            "inputs_embeds_TD": inputs_embeds_TD,
+            "token_type_ids_T": token_type_ids_T,
+        }
+        if self._trained_length is None or attn.max_length <= self._trained_length:
+            return self._forward(attn, **packed)
+        return self._long_and_short(attn, packed, self._trained_length)
+
+    def _long_and_short(
+        self, attn: AttentionMetadata, packed: dict[str, torch.Tensor | None], trained_length: int
+    ) -> torch.Tensor:
+        """Runs the texts that are longer than the trained length apart from the others.
+
+        With LongRoPE the length of a text decides its frequencies, and transformers takes the longest of a batch.
+        """
+        lengths_N = torch.tensor(attn.lengths)
+        is_long_N = lengths_N > trained_length
+        is_long_T = is_long_N.repeat_interleave(lengths_N)
+        states, places = [], []
+        for in_group_N, in_group_T in ((is_long_N, is_long_T), (~is_long_N, ~is_long_T)):
+            if in_group_N.any():
+                rows_T = in_group_T.nonzero().squeeze(1).to(attn.cu_seqlens.device)
+                group = AttentionMetadata.from_lengths(tuple(lengths_N[in_group_N].tolist()), rows_T.device)
+                parts = {name: None if tensor is None else tensor[rows_T] for name, tensor in packed.items()}
+                states.append(self._forward(group, **parts))
+                places.append(rows_T)
+        return torch.cat(states)[torch.cat(places).argsort()]
+
+    def _forward(
+        self,
+        attn: AttentionMetadata,
+        *,
+        input_ids_T: torch.Tensor | None,
+        positions_T: torch.Tensor | None,
+        inputs_embeds_TD: torch.Tensor | None,
+        token_type_ids_T: torch.Tensor | None,
+    ) -> torch.Tensor:
+        assert positions_T is not None
         inputs: dict[str, torch.Tensor] = {"position_ids": positions_T.unsqueeze(0)}
         if inputs_embeds_TD is not None:
             inputs["inputs_embeds"] = inputs_embeds_TD.unsqueeze(0)
@@ -226,6 +268,19 @@ def _position_padding(model: Any) -> int | None:
     embeddings = getattr(model, "embeddings", None)
     if embeddings is not None and hasattr(embeddings, "create_position_ids_from_input_ids"):
         return int(embeddings.padding_idx)
+    return None
+
+
+def _trained_length(model: Any) -> int | None:
+    """The length above which LongRoPE has other frequencies; None for models without it."""
+    for module in model.modules():
+        rope_type = getattr(module, "rope_type", None)
+        kinds = rope_type if isinstance(rope_type, dict) else {None: rope_type}
+        for layer_type, kind in kinds.items():
+            if kind == "longrope":
+                parameters = module.config.rope_parameters
+                parameters = parameters if layer_type is None else parameters[layer_type]
+                return int(parameters["original_max_position_embeddings"])
     return None
 
 
