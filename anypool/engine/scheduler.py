@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from heapq import heapify, heappop, heappush
 from itertools import count
 
@@ -104,15 +104,17 @@ class Scheduler:
     def take_gone(self) -> list[Request]:
         """Takes the requests off the queue that are cancelled or past their deadline, but for one in chunks."""
         now = time.monotonic()
-        gone = {request for request in self._waiting() if request.is_gone(now)} - {self._in_chunks}
-        if gone:
-            self._gone |= gone.intersection(self._by_length)
-            self._by_length = [request for request in self._by_length if request not in gone]
-            self._long = [entry for entry in self._long if entry[2] not in gone]
+        short = [request for request in self._by_length if request.is_gone(now)]
+        long = [request for _, _, request in self._long if request.is_gone(now)]
+        if short:
+            left = set(short)
+            self._by_length = [request for request in self._by_length if request not in left]
+            self._forget(short)
+        if long:
+            self._long = [entry for entry in self._long if entry[2] not in long]
             heapify(self._long)
-            self.waiting_tokens -= sum(map(len, gone))
-            self._anchor()
-        return list(gone)
+            self.waiting_tokens -= sum(map(len, long))
+        return short + long
 
     def drain(self) -> list[Request]:
         """Takes every waiting request off the queue."""
@@ -151,10 +153,18 @@ class Scheduler:
         """Takes a run of the length-sorted queue."""
         taken = self._by_length[low:high]
         del self._by_length[low:high]
-        self._gone.update(taken)
-        self.waiting_tokens -= sum(map(len, taken))
-        self._anchor()  # forget what has run
+        self._forget(taken)
         return taken
+
+    def _forget(self, left: Collection[Request]) -> None:
+        """Notes which short requests have left. The heap lets go of them at its top, or all at once when most have."""
+        self._gone.update(left)
+        self.waiting_tokens -= sum(map(len, left))
+        if len(self._gone) > len(self._by_length) + self.max_seqs:
+            self._by_tag = [entry for entry in self._by_tag if entry[2] not in self._gone]
+            heapify(self._by_tag)
+            self._gone.clear()
+        self._anchor()
 
     def _place(self, request: Request) -> int:
         return bisect_left(self._by_length, _place_key(request), key=_place_key)
