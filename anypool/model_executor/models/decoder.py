@@ -68,7 +68,9 @@ class DecoderAttention(nn.Module):
             softcap=config.attention_softcap,
         )
 
-    def forward(self, x_TD: torch.Tensor, rotary: CosSin, attn: AttentionMetadata) -> torch.Tensor:
+    def forward(
+        self, x_TD: torch.Tensor, rotary: CosSin, attn: AttentionMetadata, *, add: torch.Tensor | None = None
+    ) -> torch.Tensor:
         q, k, v = self.qkv_proj(x_TD).split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         q_THK = q.unflatten(-1, (self.heads, self.head_size))
         k_TGK = k.unflatten(-1, (self.kv_heads, self.head_size))
@@ -76,7 +78,7 @@ class DecoderAttention(nn.Module):
         if self.qk_norm:
             q_THK, k_TGK = self.q_norm(q_THK), self.k_norm(k_TGK)
         q_THK, k_TGK = apply_rotary(q_THK, *rotary), apply_rotary(k_TGK, *rotary)
-        out_TD: torch.Tensor = self.o_proj(self.attend(q_THK, k_TGK, v_TGK, attn).flatten(1))
+        out_TD: torch.Tensor = self.o_proj(self.attend(q_THK, k_TGK, v_TGK, attn).flatten(1), add=add)
         return out_TD
 
 
@@ -95,14 +97,14 @@ class DecoderLayer(nn.Module):
             self.post_feedforward_layernorm = style.norm(config.hidden_size, config)
 
     def forward(self, x_TD: torch.Tensor, rotary: CosSin, attn: AttentionMetadata) -> torch.Tensor:
-        attended_TD = self.self_attn(self.input_layernorm(x_TD), rotary, attn)
+        out_TD: torch.Tensor
+        normed_TD = self.input_layernorm(x_TD)
         if self.sandwich:
-            x_TD = x_TD + self.post_attention_layernorm(attended_TD)
-            fed_TD = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x_TD)))
+            x_TD = x_TD + self.post_attention_layernorm(self.self_attn(normed_TD, rotary, attn))
+            out_TD = x_TD + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x_TD)))
         else:
-            x_TD = x_TD + attended_TD
-            fed_TD = self.mlp(self.post_attention_layernorm(x_TD))
-        out_TD: torch.Tensor = x_TD + fed_TD
+            x_TD = self.self_attn(normed_TD, rotary, attn, add=x_TD)
+            out_TD = self.mlp(self.post_attention_layernorm(x_TD), add=x_TD)
         return out_TD
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -20,11 +21,14 @@ from torch import nn
 from anypool.errors import MissingDependencyError, UnsupportedArchitectureError, WeightsError
 from anypool.model_executor.attention import Attention, AttentionMetadata
 from anypool.model_executor.attention.layer import window_of
+from anypool.model_executor.layers.packing import replace_linears
 from anypool.model_executor.layers.positions import positions_after_padding
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import Backbone, refuse_unused
 from anypool.model_executor.packed_batch import PackedBatch
 from anypool.model_executor.weights.repository import Repository
+
+logger = logging.getLogger(__name__)
 
 ATTENTION = "anypool_packed"
 
@@ -124,7 +128,7 @@ class TransformersModel(Backbone):
         accepts = inspect.signature(self.model.forward).parameters
         self._accepts = frozenset(accepts)
         self._position_padding = _position_padding(self.model)
-        _probe(self, device)
+        _replace_linears(self, _probe(self, device))
 
     def forward(
         self,
@@ -276,8 +280,11 @@ def _progress(shown: bool) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def _probe(backbone: TransformersModel, device: torch.device) -> None:
+def _probe(backbone: TransformersModel, device: torch.device) -> PackedBatch:
     """Runs three short texts packed and each alone through transformers' eager attention, and compares.
+
+    Returns:
+        The texts.
 
     Raises:
         UnsupportedArchitectureError: They differ by more than rounding: positions, windows or masks are handled
@@ -303,11 +310,36 @@ def _probe(backbone: TransformersModel, device: torch.device) -> None:
         alone_TD = torch.cat([backbone._run(input_ids=torch.tensor([ids], device=device))[0] for ids in texts])
     finally:
         model.set_attn_implementation(ATTENTION)
-    differences_T = (packed_TD - alone_TD).float().norm(dim=-1)
-    worst = (differences_T / alone_TD.float().norm(dim=-1).clamp_min(1e-6)).max().item()
-    tolerance = 1e-3 if packed_TD.dtype == torch.float32 else 0.1
-    if not worst <= tolerance:
+    worst = _difference(packed_TD, alone_TD)
+    if not worst <= _tolerance(packed_TD.dtype):
         raise _refusal(config, f"packed and unpacked hidden states differ by {worst:.1e} of their length")
+    return batch
+
+
+@torch.inference_mode()
+def _replace_linears(backbone: TransformersModel, batch: PackedBatch) -> None:
+    """Puts our linear layers into the module, unless it then gives other numbers or reads a weight by itself."""
+    before_TD = backbone(batch.input_ids_T, batch.positions_T, batch.attn)
+    restore = replace_linears(backbone.model)
+    try:
+        after_TD = backbone(batch.input_ids_T, batch.positions_T, batch.attn)
+        same = _difference(after_TD, before_TD) <= _tolerance(before_TD.dtype)
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        logger.debug("%s: with packed linear layers: %r", backbone.config.name, error)
+        same = False
+    if not same:
+        logger.info("%s keeps transformers' linear layers", backbone.config.name)
+        restore()
+
+
+def _difference(a_TD: torch.Tensor, b_TD: torch.Tensor) -> float:
+    """The largest distance of two rows, as a part of their length."""
+    distances_T = (a_TD - b_TD).float().norm(dim=-1)
+    return float((distances_T / b_TD.float().norm(dim=-1).clamp_min(1e-6)).max())
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return 1e-3 if dtype == torch.float32 else 0.1
 
 
 def _probe_length(config: ModelConfig, model: Any) -> int:
