@@ -51,8 +51,11 @@ class PoolingModelRunner:
 
     @torch.inference_mode()
     def _forward(self, batch: PackedBatch, plans: Sequence[PoolingPlan]) -> list[PooledGroup]:
+        tokens = batch.input_ids_T.shape[0]
+        if self.device.type == "cpu":
+            batch = batch.filled()
         hidden_TD = self.model(
             batch.input_ids_T, batch.positions_T, batch.attn, token_type_ids_T=batch.token_type_ids_T
         )
-        groups: list[PooledGroup] = self.model.pooler(hidden_TD, batch.segments, plans)
+        groups: list[PooledGroup] = self.model.pooler(hidden_TD[:tokens], batch.segments, plans)
         return groups
