@@ -27,6 +27,7 @@ from anypool.adapters.sentence_transformers import Recipe, build_head, read_reci
 from anypool.adapters.settings import Setting, pooling_defaults, resolve_settings
 from anypool.config import EngineConfig, PoolerConfig
 from anypool.errors import CheckpointFormatError, ConfigError
+from anypool.model_executor.layers.packing import pack_linears
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import is_pooling_model, load_backbone
 from anypool.model_executor.registry import ModelRegistry
@@ -147,6 +148,7 @@ def load_pooling_model(
         load_backbone(
             model, checkpoint, name=config.name, device=device, dtype=dtype, claimed=claimed, progress=progress
         )
+    pack_linears(model, leave=model.pooler.modules() if isinstance(model.pooler, nn.Module) else ())
     if own_pooler:
         size = getattr(model, "embedding_size", config.hidden_size)
     else:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
 from anypool.model_executor.attention import AttentionMetadata, PrefixKeys
 from anypool.pooling.methods import Segments
@@ -79,6 +80,25 @@ class PackedBatch:
             token_type_ids_T=types_T,
         )
 
+    def filled(self) -> PackedBatch:
+        """The same sequences, and as many of one token behind them as make the number of rows a common one.
+
+        oneDNN compiles code for every shape that it meets, which takes longer than a short batch does; a few shapes
+        stay compiled. `segments` knows nothing of the sequences that fill, whose hidden states stand last.
+        """
+        rows = self.input_ids_T.shape[0]
+        fill = common_rows(rows) - rows
+        if fill == 0:
+            return self
+        types_T = self.token_type_ids_T
+        return replace(
+            self,
+            input_ids_T=F.pad(self.input_ids_T, (0, fill)),
+            positions_T=F.pad(self.positions_T, (0, fill)),
+            attn=self.attn.extended(fill),
+            token_type_ids_T=None if types_T is None else F.pad(types_T, (0, fill)),
+        )
+
 
 def _positions(segments: Segments, starts: tuple[int, ...]) -> torch.Tensor:
     if not any(starts):
@@ -86,3 +106,9 @@ def _positions(segments: Segments, starts: tuple[int, ...]) -> torch.Tensor:
     starts_N = torch.tensor(starts, dtype=torch.int64, device=segments.device)
     total = sum(segments.lengths)
     return segments.positions_T + starts_N.repeat_interleave(segments.lengths_N, output_size=total)
+
+
+def common_rows(rows: int) -> int:
+    """The next multiple of a sixteenth of the number's power of two, which may be 8 to 64."""
+    step = min(64, max(8, 1 << (rows.bit_length() - 5) if rows >= 16 else 8))
+    return -(-rows // step) * step

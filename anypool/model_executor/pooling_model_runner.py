@@ -90,6 +90,9 @@ class PoolingModelRunner:
         return RunnerOutput(results, forwarded - began, time.perf_counter() - forwarded)
 
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
+        tokens = batch.input_ids_T.shape[0]
+        if self.device.type == "cpu":
+            batch = batch.filled()
         prefix = batch.attn.prefix
         if prefix is not None:
             prefix.begin()
@@ -100,7 +103,7 @@ class PoolingModelRunner:
             prefix.end()
             if batch.keeps_hidden:
                 prefix.store.write_hidden(prefix.slots_S, hidden_TD.index_select(0, prefix.rows_S))
-        return hidden_TD
+        return hidden_TD[:tokens]
 
 
 def cached_rows(batch: PackedBatch, sequence: int) -> torch.Tensor | None:

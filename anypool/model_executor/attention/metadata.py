@@ -58,6 +58,16 @@ class AttentionMetadata:
         torch.cumsum(torch.tensor(lengths, dtype=torch.int32), 0, out=cu_seqlens[1:])
         return cls(lengths, cu_seqlens.to(device), lengths if prompt_lengths is None else prompt_lengths, prefix)
 
+    def extended(self, count: int) -> AttentionMetadata:
+        """With so many sequences of one token behind these, which see nothing but themselves and are not stored."""
+        ones, device = (1,) * count, self.cu_seqlens.device
+        return AttentionMetadata.from_lengths(
+            (*self.lengths, *ones),
+            device,
+            prompt_lengths=(*self.prompt_lengths, *ones),
+            prefix=None if self.prefix is None else self.prefix.extended(count),
+        )
+
     @cached_property
     def max_length(self) -> int:
         return max(self.lengths)

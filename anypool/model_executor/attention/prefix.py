@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -71,6 +71,15 @@ class PrefixKeys:
             block_tables=blocks_B.to(store.device).split([len(table) for table in block_tables]),
             rows_S=torch.tensor(rows, dtype=torch.int64, device=store.device),
             slots_S=torch.tensor(slots, dtype=torch.int64, device=store.device),
+        )
+
+    def extended(self, count: int) -> PrefixKeys:
+        """With so many sequences behind these that have no prefix and are not stored."""
+        no_blocks = torch.empty(0, dtype=torch.int64, device=self.store.device)
+        return replace(
+            self,
+            lengths=(*self.lengths, *(0,) * count),
+            block_tables=(*self.block_tables, *(no_blocks,) * count),
         )
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""The linear layer: one product, possibly of several parts that checkpoints store apart."""
+"""Linear layers: what a product is made of is theirs, how it is computed is exchangeable."""
 
 from __future__ import annotations
 
@@ -8,19 +8,27 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from anypool.model_executor.layers.activation import Activation
+from anypool.model_executor.layers.products import MakeProduct, Product
+
 
 class Linear(nn.Module):
-    """y = x W^T + b.
+    """y = x W^T + b, and what follows it: an activation, or another tensor that is added.
 
     A fused layer stacks several checkpoint tensors along the output: `parts` maps each part's name in the checkpoint
     to its output size, in order, so that loading, LoRA and splitting agree on them. The part stands beside the layer:
     a layer `self_attn.qkv_proj` with the part `q_proj` reads `self_attn.q_proj.weight`.
+
+    It is computed by `F.linear` until `pack` puts another way in place.
 
     Args:
         in_features: Size of the input.
         out_features: Size of the output, or the parts.
         bias: Whether there is a bias.
     """
+
+    # How many products the weight is cut into when it is packed.
+    pieces = 1
 
     def __init__(self, in_features: int, out_features: int | Mapping[str, int], *, bias: bool = False) -> None:
         super().__init__()
@@ -29,10 +37,65 @@ class Linear(nn.Module):
         self.out_features = sum(self.parts.values()) if isinstance(out_features, Mapping) else out_features
         self.weight = nn.Parameter(torch.empty(self.out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(self.out_features), requires_grad=False) if bias else None
+        self.products: tuple[Product, ...] = ()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def forward(
+        self, x: torch.Tensor, *, act: Activation | None = None, add: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """act(x W^T + b), or x W^T + b + add."""
+        assert act is None or add is None
+        if self.products:
+            return self.products[0](x, act=act, add=add)
+        y = F.linear(x, self.weight, self.bias)
+        if act is not None:
+            return act(y)
+        return y if add is None else y + add
+
+    def pack(self, make: MakeProduct) -> None:
+        """Hands the weight to another way of computing the product.
+
+        What stays of `weight` has its shape, dtype and device, and one NaN that all its elements share: whoever
+        computes with it by mistake cannot miss it.
+        """
+        biases = [None] * self.pieces if self.bias is None else self.bias.detach().chunk(self.pieces)
+        self.products = tuple(map(make, self.weight.detach().chunk(self.pieces), biases))
+        nothing = self.weight.new_full((1, 1), float("nan")).expand_as(self.weight)
+        self.weight = nn.Parameter(nothing, requires_grad=False)
+
+    def unpack(self) -> None:
+        """Undoes `pack`."""
+        plain = torch.cat([product.plain_weight() for product in self.products])
+        self.weight = nn.Parameter(plain, requires_grad=False)
+        self.products = ()
 
     def extra_repr(self) -> str:
         parts = f", parts={self.parts}" if self.parts else ""
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}{parts}"
+        ways = f", {type(self.products[0]).__name__}" if self.products else ""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}{parts}{ways}"
+
+
+class GatedLinear(Linear):
+    """act(x G^T) * (x U^T): the first and the second half of the weight's rows.
+
+    Args:
+        in_features: Size of the input.
+        out_features: Size of both halves together, or the parts.
+        act: On the first half.
+        bias: Whether there is a bias.
+    """
+
+    # Two products that end with the activation and the factor beat one larger product and two passes over its result.
+    pieces = 2
+
+    def __init__(
+        self, in_features: int, out_features: int | Mapping[str, int], *, act: Activation, bias: bool = False
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if self.products:
+            gate, up = self.products
+            return up(x, mul=gate(x, act=self.act))
+        gated, y = F.linear(x, self.weight, self.bias).chunk(2, dim=-1)
+        return self.act(gated) * y

@@ -102,10 +102,12 @@ class Rotary:
 def apply_rotary(x_THK: torch.Tensor, cos_T1K: torch.Tensor, sin_T1K: torch.Tensor) -> torch.Tensor:
     """Rotates the first `size` dimensions of each head; halves, not neighbours, are paired."""
     size = cos_T1K.shape[-1]
-    turned, rest = (x_THK, None) if size == x_THK.shape[-1] else (x_THK[..., :size], x_THK[..., size:])
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos_T1K + torch.cat([-second, first], dim=-1) * sin_T1K
-    return turned if rest is None else torch.cat([turned, rest], dim=-1)
+    half = size // 2
+    first, second = x_THK[..., :half], x_THK[..., half:size]
+    turned = x_THK[..., :size] * cos_T1K
+    turned[..., :half].addcmul_(second, sin_T1K[..., :half], value=-1)
+    turned[..., half:].addcmul_(first, sin_T1K[..., half:])
+    return turned if size == x_THK.shape[-1] else torch.cat([turned, x_THK[..., size:]], dim=-1)
 
 
 def frequency_length(config: RopeConfig, length: int) -> int:

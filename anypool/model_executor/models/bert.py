@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from anypool.model_executor.attention import Attention, AttentionMetadata
+from anypool.model_executor.layers.activation import activation
 from anypool.model_executor.layers.embedding import Embedding
 from anypool.model_executor.layers.linear import Linear
-from anypool.model_executor.layers.mlp import activation
 from anypool.model_executor.layers.norm import LayerNorm
 from anypool.model_executor.layers.positions import positions_after_padding
 from anypool.model_executor.model_config import ModelConfig
@@ -62,7 +62,7 @@ class BertAttention(nn.Module):
     ) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv_proj(x_TD).chunk(3, dim=-1))
         attended_TD = self.attend(q, k, v, attn, bias_HMM=bias_HMM).flatten(1)
-        out_TD: torch.Tensor = self.norm(self.o_proj(attended_TD) + x_TD)
+        out_TD: torch.Tensor = self.norm(self.o_proj(attended_TD, add=x_TD))
         return out_TD
 
 
@@ -81,7 +81,7 @@ class BertLayer(nn.Module):
         self, x_TD: torch.Tensor, attn: AttentionMetadata, bias_HMM: torch.Tensor | None = None
     ) -> torch.Tensor:
         x_TD = self.attention(x_TD, attn, bias_HMM)
-        out_TD: torch.Tensor = self.norm(self.down_proj(self.act(self.up_proj(x_TD))) + x_TD)
+        out_TD: torch.Tensor = self.norm(self.down_proj(self.up_proj(x_TD, act=self.act), add=x_TD))
         return out_TD
 
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from anypool.model_executor.attention import AttentionMetadata
+from anypool.model_executor.layers.activation import activation
 from anypool.model_executor.layers.embedding import Embedding
 from anypool.model_executor.layers.linear import Linear
-from anypool.model_executor.layers.mlp import activation
 from anypool.model_executor.layers.norm import LayerNorm
 from anypool.model_executor.model_config import DisentangledConfig, ModelConfig
 from anypool.model_executor.models.interfaces import Backbone, refuse_unused
@@ -61,7 +61,7 @@ class DebertaAttention(nn.Module):
                     scores = scores + at_key.transpose(-1, -2)
                 probs = (scores * self.scale).float().softmax(dim=-1).to(v_NHLK.dtype)
                 out_THK[rows].unflatten(0, (n, length)).copy_((probs @ v_NHLK).transpose(1, 2))
-        out_TD: torch.Tensor = self.norm(self.o_proj(out_THK.flatten(1)) + x_TD)
+        out_TD: torch.Tensor = self.norm(self.o_proj(out_THK.flatten(1), add=x_TD))
         return out_TD
 
     def _positions(self, positions_RD: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -95,7 +95,7 @@ class DebertaLayer(nn.Module):
         self, x_TD: torch.Tensor, attn: AttentionMetadata, positions_RD: torch.Tensor | None, index_MM: torch.Tensor
     ) -> torch.Tensor:
         x_TD = self.attention(x_TD, attn, positions_RD, index_MM)
-        out_TD: torch.Tensor = self.norm(self.down_proj(self.act(self.up_proj(x_TD))) + x_TD)
+        out_TD: torch.Tensor = self.norm(self.down_proj(self.up_proj(x_TD, act=self.act), add=x_TD))
         return out_TD
 
 

@@ -51,13 +51,13 @@ class DecoderAttention(nn.Module):
     def __init__(self, config: ModelConfig, style: DecoderStyle, kind: str) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_size = config.num_heads, config.num_kv_heads, config.head_size
-        self.q_size, self.kv_size = self.heads * self.head_size, self.kv_heads * self.head_size
+        q_size, kv_size = self.heads * self.head_size, self.kv_heads * self.head_size
         self.qkv_proj = Linear(
             config.hidden_size,
-            {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size},
+            {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
             bias=config.attention_bias,
         )
-        self.o_proj = Linear(self.q_size, config.hidden_size, bias=config.attention_bias and style.output_bias)
+        self.o_proj = Linear(q_size, config.hidden_size, bias=config.attention_bias and style.output_bias)
         if style.qk_norm:
             self.q_norm = style.norm(self.head_size, config)
             self.k_norm = style.norm(self.head_size, config)
@@ -68,15 +68,17 @@ class DecoderAttention(nn.Module):
             softcap=config.attention_softcap,
         )
 
-    def forward(self, x_TD: torch.Tensor, rotary: CosSin, attn: AttentionMetadata) -> torch.Tensor:
-        q, k, v = self.qkv_proj(x_TD).split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        q_THK = q.unflatten(-1, (self.heads, self.head_size))
-        k_TGK = k.unflatten(-1, (self.kv_heads, self.head_size))
-        v_TGK = v.unflatten(-1, (self.kv_heads, self.head_size))
+    def forward(
+        self, x_TD: torch.Tensor, rotary: CosSin, attn: AttentionMetadata, *, add: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        all_heads = self.qkv_proj(x_TD).unflatten(-1, (-1, self.head_size))
+        q_THK, k_TGK, v_TGK = all_heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.qk_norm:
-            q_THK, k_TGK = self.q_norm(q_THK), self.k_norm(k_TGK)
-        q_THK, k_TGK = apply_rotary(q_THK, *rotary), apply_rotary(k_TGK, *rotary)
-        out_TD: torch.Tensor = self.o_proj(self.attend(q_THK, k_TGK, v_TGK, attn).flatten(1))
+            q_THK, k_TGK = apply_rotary(self.q_norm(q_THK), *rotary), apply_rotary(self.k_norm(k_TGK), *rotary)
+        else:
+            turned = apply_rotary(all_heads[:, : self.heads + self.kv_heads], *rotary)
+            q_THK, k_TGK = turned.split([self.heads, self.kv_heads], dim=1)
+        out_TD: torch.Tensor = self.o_proj(self.attend(q_THK, k_TGK, v_TGK, attn).flatten(1), add=add)
         return out_TD
 
 
@@ -95,14 +97,14 @@ class DecoderLayer(nn.Module):
             self.post_feedforward_layernorm = style.norm(config.hidden_size, config)
 
     def forward(self, x_TD: torch.Tensor, rotary: CosSin, attn: AttentionMetadata) -> torch.Tensor:
-        attended_TD = self.self_attn(self.input_layernorm(x_TD), rotary, attn)
+        out_TD: torch.Tensor
+        normed_TD = self.input_layernorm(x_TD)
         if self.sandwich:
-            x_TD = x_TD + self.post_attention_layernorm(attended_TD)
-            fed_TD = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x_TD)))
+            x_TD = x_TD + self.post_attention_layernorm(self.self_attn(normed_TD, rotary, attn))
+            out_TD = x_TD + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x_TD)))
         else:
-            x_TD = x_TD + attended_TD
-            fed_TD = self.mlp(self.post_attention_layernorm(x_TD))
-        out_TD: torch.Tensor = x_TD + fed_TD
+            x_TD = self.self_attn(normed_TD, rotary, attn, add=x_TD)
+            out_TD = self.mlp(self.post_attention_layernorm(x_TD), add=x_TD)
         return out_TD
 
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from anypool.model_executor.attention import Attention, AttentionMetadata
 from anypool.model_executor.attention.layer import window_of
+from anypool.model_executor.layers.activation import activation
 from anypool.model_executor.layers.embedding import Embedding
-from anypool.model_executor.layers.linear import Linear
-from anypool.model_executor.layers.mlp import activation
+from anypool.model_executor.layers.linear import GatedLinear, Linear
 from anypool.model_executor.layers.norm import LayerNorm
 from anypool.model_executor.layers.rotary import Rotary, apply_rotary
 from anypool.model_executor.model_config import SLIDING, ModelConfig
@@ -37,11 +37,12 @@ class ModernBertAttention(nn.Module):
             window=window_of(causal=False, sliding=config.sliding_window if kind == SLIDING else None),
         )
 
-    def forward(self, x_TD: torch.Tensor, rotary: CosSin, attn: AttentionMetadata) -> torch.Tensor:
+    def forward(
+        self, x_TD: torch.Tensor, rotary: CosSin, attn: AttentionMetadata, *, add: torch.Tensor
+    ) -> torch.Tensor:
         q, k, v = self.Wqkv(x_TD).unflatten(-1, (3, self.heads, -1)).unbind(1)
-        out_TD: torch.Tensor = self.Wo(
-            self.attend(apply_rotary(q, *rotary), apply_rotary(k, *rotary), v, attn).flatten(1)
-        )
+        attended_THK = self.attend(apply_rotary(q, *rotary), apply_rotary(k, *rotary), v, attn)
+        out_TD: torch.Tensor = self.Wo(attended_THK.flatten(1), add=add)
         return out_TD
 
 
@@ -50,13 +51,12 @@ class ModernBertMLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.Wi = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        act = activation(config.hidden_act)
+        self.Wi = GatedLinear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias, act=act)
         self.Wo = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.act = activation(config.hidden_act)
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        x, gate = self.Wi(x_TD).chunk(2, dim=-1)
-        out_TD: torch.Tensor = self.Wo(self.act(x) * gate)
+    def forward(self, x_TD: torch.Tensor, *, add: torch.Tensor) -> torch.Tensor:
+        out_TD: torch.Tensor = self.Wo(self.Wi(x_TD), add=add)
         return out_TD
 
 
@@ -71,8 +71,8 @@ class ModernBertLayer(nn.Module):
         self.mlp = ModernBertMLP(config)
 
     def forward(self, x_TD: torch.Tensor, rotary: CosSin, attn: AttentionMetadata) -> torch.Tensor:
-        x_TD = x_TD + self.attn(self.attn_norm(x_TD), rotary, attn)
-        out_TD: torch.Tensor = x_TD + self.mlp(self.mlp_norm(x_TD))
+        x_TD = self.attn(self.attn_norm(x_TD), rotary, attn, add=x_TD)
+        out_TD: torch.Tensor = self.mlp(self.mlp_norm(x_TD), add=x_TD)
         return out_TD
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -22,11 +23,14 @@ from anypool.errors import EngineError, MissingDependencyError, UnsupportedArchi
 from anypool.model_executor.attention import Attention, AttentionMetadata, PrefixKeys
 from anypool.model_executor.attention.layer import window_of
 from anypool.model_executor.kv_store import KVStore
+from anypool.model_executor.layers.packing import replace_linears
 from anypool.model_executor.layers.positions import positions_after_padding
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import Backbone, refuse_unused
 from anypool.model_executor.packed_batch import PackedBatch
 from anypool.model_executor.weights.repository import Repository
+
+logger = logging.getLogger(__name__)
 
 ATTENTION = "anypool_packed"
 
@@ -131,6 +135,7 @@ class TransformersModel(Backbone):
         texts = _probe_texts(self.config, self.model)
         packed = _probe(self, texts, device)
         self.takes_prefix = _runs_in_chunks(self, texts[1], packed[1])
+        _replace_linears(self, texts, torch.cat(tuple(packed)))
 
     def forward(
         self,
@@ -417,11 +422,26 @@ def _frequencies_depend_on_length(model: nn.Module) -> bool:
     return False
 
 
-def _difference(actual_TD: torch.Tensor, expected_TD: torch.Tensor) -> float:
-    """The largest distance of a hidden state, as a part of its length."""
-    distance_T = (actual_TD - expected_TD).float().norm(dim=-1)
-    worst: float = (distance_T / expected_TD.float().norm(dim=-1).clamp_min(1e-6)).max().item()
-    return worst
+@torch.inference_mode()
+def _replace_linears(backbone: TransformersModel, texts: list[list[int]], before_TD: torch.Tensor) -> None:
+    """Puts our linear layers into the module, unless it then gives other numbers or reads a weight by itself."""
+    batch = PackedBatch.pack(texts, device=before_TD.device)
+    restore = replace_linears(backbone.model)
+    try:
+        after_TD = backbone(batch.input_ids_T, batch.positions_T, batch.attn)
+        same = _difference(after_TD, before_TD) <= _tolerance(before_TD.dtype)
+    except _RAISED as error:
+        logger.debug("%s: with packed linear layers: %r", backbone.config.name, error)
+        same = False
+    if not same:
+        logger.info("%s keeps transformers' linear layers", backbone.config.name)
+        restore()
+
+
+def _difference(a_TD: torch.Tensor, b_TD: torch.Tensor) -> float:
+    """The largest distance of two rows, as a part of their length."""
+    distances_T = (a_TD - b_TD).float().norm(dim=-1)
+    return float((distances_T / b_TD.float().norm(dim=-1).clamp_min(1e-6)).max())
 
 
 def _tolerance(dtype: torch.dtype) -> float:
