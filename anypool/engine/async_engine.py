@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,8 @@ from anypool.config import EngineConfig
 from anypool.engine.engine import Engine
 from anypool.engine.preparation import PromptOptions
 from anypool.engine.prompts import Prompt, TextPair
-from anypool.engine.request import Request
-from anypool.errors import DeadlineExceededError, EngineDeadError
+from anypool.engine.request import Request, check_turn
+from anypool.errors import DeadlineExceededError, EngineDeadError, EngineError, OverloadedError
 from anypool.pooling.params import PoolingParams
 from anypool.pooling.tasks import PoolingTask, parse_task
 
@@ -43,9 +43,14 @@ class ServingOptions:
     timeout_s: float | None = None
     cache_salt: str | None = None
 
+    def __post_init__(self) -> None:
+        check_turn(self.priority, self.timeout_s)
+
 
 # Calls of fewer characters are prepared together, larger ones by themselves.
 _SMALL = 16_384
+# Of a text, as a rule: large calls that wait to be prepared may have as many as the queue's tokens have.
+_CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass(eq=False)
@@ -57,6 +62,7 @@ class _Call:
     loop: asyncio.AbstractEventLoop
     answer: asyncio.Future[Served]
     deadline: float | None
+    size: int
     requests: Sequence[Request] = ()
     unfinished: int = 0
     is_over: bool = False
@@ -80,6 +86,7 @@ class AsyncEngine:
         self._is_closed = False
         self._small: list[_Call] = []
         self._large: deque[_Call] = deque()
+        self._large_size = 0  # of all that wait
 
     async def run(
         self,
@@ -103,13 +110,12 @@ class AsyncEngine:
 
         Raises:
             InvalidRequestError: A prompt or a parameter cannot be served; nothing has been run then.
-            OverloadedError: The queue is full.
+            OverloadedError: The queue is full, or what waits to be prepared is too much.
             DeadlineExceededError: The time was up.
             EngineError: The engine failed on a prompt; the others are dropped.
         """
         prepare = functools.partial(self.engine.prepare, prompts, parse_task(task), params, prompt_options)
-        size = sum(len(prompt) if isinstance(prompt, (str, list)) else _SMALL // 64 for prompt in prompts)
-        return await self.serve(prepare, options, size=size)
+        return await self.serve(prepare, options, size=_size(prompts))
 
     async def serve(
         self, prepare: Callable[[], Sequence[Request]], options: ServingOptions | None = None, *, size: int = 0
@@ -123,11 +129,14 @@ class AsyncEngine:
         """
         options, loop = options or ServingOptions(), asyncio.get_running_loop()
         deadline = None if options.timeout_s is None else time.monotonic() + options.timeout_s
-        call = _Call(prepare, options, loop, loop.create_future(), deadline)
+        call = _Call(prepare, options, loop, loop.create_future(), deadline, size)
         with self._lock:
             if self._is_closed:
                 raise EngineDeadError("the engine is shut down")
-            (self._small if size < _SMALL else self._large).append(call)
+            if size < _SMALL:
+                self._small.append(call)
+            else:
+                self._add_large(call)
         timer = None if options.timeout_s is None else loop.call_later(options.timeout_s, _expire, call)
         loop.call_soon(self._dispatch)  # after all others that are ready in this turn of the loop
         try:
@@ -138,6 +147,14 @@ class AsyncEngine:
                 timer.cancel()
             for request in call.requests:  # after an error, or when the caller is gone, nobody wants the rest
                 request.future.cancel()
+
+    def _add_large(self, call: _Call) -> None:
+        waiting, most = self._large_size, _CHARACTERS_PER_TOKEN * self.engine.config.max_queued_tokens
+        if call.options.bounded and waiting > 0 and waiting + call.size > most:
+            self.engine.metrics.refused()
+            raise OverloadedError(f"{waiting:,} characters wait to be prepared, of at most {most:,}: try again later")
+        self._large_size += call.size
+        self._large.append(call)
 
     async def close(self, *, drain_s: float = 0.0) -> None:
         """Stops the engine; queued calls get `drain_s` seconds to be answered, the rest an error."""
@@ -174,7 +191,11 @@ class AsyncEngine:
         if self._small:
             calls, self._small = self._small, []
             return calls
-        return [self._large.popleft()] if self._large and large else ()
+        if not (self._large and large):
+            return ()
+        call = self._large.popleft()
+        self._large_size -= call.size
+        return [call]
 
     def _submit(self, call: _Call) -> None:
         call.unfinished = len(call.requests)
@@ -197,12 +218,12 @@ class AsyncEngine:
 
     def _count_down(self, call: _Call, future: Future[torch.Tensor]) -> None:
         """A request has its answer: on the device thread, or at once where it had it before."""
-        if future.cancelled():
+        if call.is_over:
             return
         with self._lock:
             call.unfinished -= 1
             is_last = call.unfinished == 0
-        error = future.exception()
+        error = CancelledError("a request was cancelled") if future.cancelled() else future.exception()
         if error is not None or is_last:
             _answer(call, error)
 
@@ -211,9 +232,25 @@ def _prepare(call: _Call) -> bool:
     try:
         call.requests = call.prepare()
     except BaseException as error:  # the caller's, whatever it is
-        _answer(call, error)
+        _answer(call, _raisable(error))
         return False
     return True
+
+
+def _raisable(error: BaseException) -> Exception:
+    """The error, or one in its place where raising it in a coroutine would do more: SystemExit ends the whole loop."""
+    if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
+        return error
+    failure = EngineError(f"preparing the prompts raised {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def _size(prompts: object) -> int:
+    """About how many characters there are to read."""
+    if not isinstance(prompts, (list, tuple)):
+        return 0  # an error, or a sequence of the caller's own
+    return sum(len(prompt) if isinstance(prompt, (str, list)) else _SMALL // 64 for prompt in prompts)
 
 
 def _answer(call: _Call, error: BaseException | None = None) -> None:

@@ -20,13 +20,13 @@ from anypool.adapters.load import LoadedModel, load_pooling_model, open_model
 from anypool.adapters.rerank_templates import TemplatedPrompt
 from anypool.config import EngineConfig
 from anypool.engine.batch import make_batch
-from anypool.engine.faults import deadline_error, is_out_of_memory, model_error, non_finite_error
+from anypool.engine.faults import deadline_error, forget_tensors, is_out_of_memory, model_error, non_finite_error
 from anypool.engine.health import Health
 from anypool.engine.metrics import EngineMetrics
 from anypool.engine.pieces import LongPrompt, Piece
 from anypool.engine.preparation import Preparation, PromptOptions
 from anypool.engine.prompts import Prompt, TextPair
-from anypool.engine.request import Request, leaves
+from anypool.engine.request import Request, check_new, check_turn, leaves
 from anypool.engine.scheduler import Scheduler
 from anypool.engine.setup import load_tokenizer, make_cache, resolve
 from anypool.errors import EngineDeadError, OverloadedError
@@ -68,6 +68,7 @@ class Engine:
         self._long: LongPrompt | None = None
         self._running: Sequence[Request] = ()
         self._changed = threading.Condition()
+        self._next_sweep = 0.0
         self._stop_at: float | None = None
         self._death: BaseException | None = None
         self._beat = time.monotonic()
@@ -88,7 +89,8 @@ class Engine:
 
     def health(self) -> Health:
         """What the device thread is doing. Asks nothing of it, so it answers while the thread is busy or stuck."""
-        age_s, running = time.monotonic() - self._beat, len(self._running)
+        running = len(self._running)  # before the beat, which is older while the next batch begins
+        age_s = time.monotonic() - self._beat
         status: Literal["alive", "busy", "stuck", "dead"] = "busy" if running else "alive"
         message = ""
         if not self.is_alive:
@@ -157,16 +159,22 @@ class Engine:
             cache_salt: Share cached prefixes only with requests of the same salt.
 
         Raises:
+            InvalidRequestError: A setting is out of its range, or a request was queued before.
             OverloadedError: The queue is full.
             EngineDeadError: The engine is closed or its thread has died.
         """
+        check_turn(priority, timeout_s)
         now = time.monotonic()
         requests = leaves(requests)
+        tokens = sum(map(len, requests))
+        if bounded and not self._has_room(tokens):
+            self._sweep()
         with self._changed:
             if not self.is_alive:
                 raise EngineDeadError(self._end_message())
-            if bounded:
-                self._check_room(sum(map(len, requests)))
+            if bounded and not self._has_room(tokens):
+                raise self._overloaded()
+            check_new(requests)
             for request in requests:
                 request.priority, request.cache_salt, request.submitted = priority, cache_salt, now
                 request.deadline = None if timeout_s is None else now + timeout_s
@@ -174,41 +182,53 @@ class Engine:
             self._scheduler.add(requests)
             self._changed.notify()
 
-    def _check_room(self, new: int) -> None:
-        most = self.config.max_queued_tokens
-        if self._scheduler.waiting_tokens + new > most:
-            self._drop(self._scheduler.take_gone())
+    def _has_room(self, tokens: int) -> bool:
         waiting = self._scheduler.waiting_tokens
-        if waiting > 0 and waiting + new > most:
-            self.metrics.rejected += 1
-            raise OverloadedError(
-                f"{waiting:,} tokens are waiting, and the queue takes {most:,}: try again later",
-                retry_after_s=min(600.0, max(1.0, waiting / max(self._tokens_per_s, 1.0))),
-            )
+        return waiting == 0 or waiting + tokens <= self.config.max_queued_tokens
+
+    def _overloaded(self) -> OverloadedError:
+        self.metrics.refused()
+        waiting = self._scheduler.waiting_tokens
+        return OverloadedError(
+            f"{waiting:,} tokens are waiting, and the queue takes {self.config.max_queued_tokens:,}: try again later",
+            retry_after_s=min(600.0, max(1.0, waiting / max(self._tokens_per_s, 1.0))),
+        )
+
+    def _sweep(self) -> None:
+        """Drops those that nobody waits for. It looks at the whole queue, so a twentieth of the time may go into it."""
+        with self._changed:
+            began = time.monotonic()
+            if began < self._next_sweep:
+                return
+            gone = self._scheduler.take_gone()
+            ended = time.monotonic()
+            self._next_sweep = ended + 20 * (ended - began)
+        self._drop(gone)  # callers' callbacks must not run under the lock
 
     # 3. Run, on the device thread.
 
     def _serve(self) -> None:
         try:
-            while requests := self._next():
-                self._running = requests
-                self._turn(requests)
+            while self._next():
+                self._turn(self._running)
                 self._running = ()
         except BaseException as error:  # whatever it is, nobody may be left waiting
             self._death = error
             logger.exception("the device thread died")
         finally:
             self._fail_waiting()
+            self._end_long()
 
-    def _next(self) -> list[Request]:
-        """The next batch, waiting for one; empty when the engine stops."""
+    def _next(self) -> bool:
+        """Takes the next batch, waiting for one; False when the engine stops."""
         with self._changed:
             while True:
                 self._beat = time.monotonic()
                 if self._stop_at is not None and (not self._scheduler or self._beat >= self._stop_at):
-                    return []
+                    return False
                 if requests := self._scheduler.next_batch():
-                    return requests
+                    self._running = requests
+                    return True
                 self._changed.wait()
 
     def _turn(self, requests: Sequence[Request]) -> None:
@@ -226,44 +246,50 @@ class Engine:
 
     def _run(self, requests: Sequence[Request]) -> None:
         """Runs whole prompts. A batch that raises is halved until the request that causes it stands alone."""
+        self._beat = time.monotonic()
         pieces: list[Piece] = []
         try:
             pieces = self._pieces(requests)
             output = self._runner.run(self._batch(pieces), [request.plan for request in requests])
         except Exception as error:  # anything a model may raise; it goes to the request that caused it
-            for piece in pieces:
-                self._give_back(piece, keep=False)
-            self._failed(requests, error)
+            failure = error
+        else:
+            self._ran(pieces, output)
+            for piece, result, is_finite in zip(pieces, output.results, output.are_finite, strict=True):
+                self._finish(piece, result, is_finite=is_finite)
             return
-        self._ran(pieces, output)
-        for piece, result in zip(pieces, output.results, strict=True):
-            self._finish(piece, result)
+        for piece in pieces:
+            self._give_back(piece, keep=False)
+        self._failed(requests, failure, tokens=sum(map(len, requests)))
 
     def _run_chunk(self, request: Request) -> None:
         """Runs the next chunk of a prompt that is longer than the budget, and queues what is left of it."""
         assert self._cache is not None
+        tokens = self._scheduler.max_tokens
         try:
             if self._long is None:
                 self._long = self._cache.begin(request)
             long = self._long
             assert long.request is request, "one long prompt at a time"
-            piece = long.next_piece(self._scheduler.max_tokens)
+            piece = long.next_piece(tokens)
             batch = self._batch([piece])
             if long.pooling is None:
                 long.pooling = self._runner.begin_chunks(batch, request.plan)
             output = self._runner.run_chunk(batch, long.pooling, is_last=piece.is_last)
-        except Exception as error:  # as in `_run`; if the prompt is run again, it starts over
-            self._end_long()
-            self._failed([request], error)
-            return
-        self._ran([piece], output)
-        long.done = piece.stop
-        if piece.is_last:
-            self._long = None
-            self._finish(long.whole, output.results[0])
+        except Exception as error:  # as in `_run`
+            failure = error
         else:
-            with self._changed:
-                self._scheduler.put_back(request, len(piece))
+            self._ran([piece], output)
+            long.done = piece.stop
+            if piece.is_last:
+                self._long = None
+                self._finish(long.whole, output.results[0], is_finite=output.are_finite[0])
+            else:
+                with self._changed:
+                    self._scheduler.put_back(request, len(piece))
+            return
+        self._end_long()  # if the prompt is run again, it starts over
+        self._failed([request], failure, tokens=tokens)
 
     def _pieces(self, requests: Sequence[Request]) -> list[Piece]:
         if self._cache is not None and self._cache.shares_prefixes:
@@ -280,14 +306,13 @@ class Engine:
         speed = tokens / max(output.forward_s + output.pool_s, 1e-6)
         self._tokens_per_s = 0.9 * self._tokens_per_s + 0.1 * speed if self._tokens_per_s else speed
 
-    def _finish(self, piece: Piece, result: torch.Tensor) -> None:
+    def _finish(self, piece: Piece, result: torch.Tensor, *, is_finite: bool) -> None:
         """Resolves a request. What it left in the cache may be read from now on, unless it was not finite."""
         request = piece.request
         request.num_cached_tokens = piece.start
         if self._cache is not None and self._cache.shares_prefixes:
             self.metrics.looked_up_tokens += len(request)
             self.metrics.cached_tokens += piece.start
-        is_finite = bool(torch.isfinite(result).all())
         self._give_back(piece, keep=is_finite)
         if is_finite:
             self.metrics.ended(request, "ok")
@@ -296,10 +321,12 @@ class Engine:
             self.metrics.ended(request, "nan")
             request.fail(non_finite_error(request))
 
-    def _failed(self, requests: Sequence[Request], error: Exception) -> None:
+    def _failed(self, requests: Sequence[Request], error: Exception, *, tokens: int) -> None:
         """Runs a failed batch in halves, a lone request once more where memory was short, or fails it."""
         self.metrics.failed_batches += 1
-        has_shrunk = is_out_of_memory(error) and self._shrink(requests)
+        forget_tensors(error)
+        if is_out_of_memory(error):
+            self._shrink(tokens)
         if len(requests) > 1:
             logger.warning("a batch of %d raised %s; running it in halves", len(requests), type(error).__name__)
             middle = len(requests) // 2
@@ -308,27 +335,30 @@ class Engine:
             return
         [request] = requests
         if is_out_of_memory(error) and not request.ran_out_of_memory:
-            # Chunks may fit where the whole did not. If there is nothing to shrink, one more try has to do.
-            request.ran_out_of_memory = not (has_shrunk and self.config.enable_chunked_prefill)
+            # Smaller chunks may fit where this did not. If they are as small as they get, one more try has to do.
+            can_shrink = self.config.enable_chunked_prefill and tokens > self._scheduler.max_tokens
+            request.ran_out_of_memory = not can_shrink
             with self._changed:
                 self._scheduler.put_back(request, 0)
             return
         self.metrics.ended(request, "error")
         request.fail(model_error(request, error))
 
-    def _shrink(self, requests: Sequence[Request]) -> bool:
-        """Halves the token budget, for good: what did not fit once will not fit the next time."""
+    def _shrink(self, tokens: int) -> None:
+        """Halves the token budget, for good: what did not fit once will not fit the next time.
+
+        A prompt that is run whole though it is longer than the budget says nothing about batches within it.
+        """
         self.metrics.out_of_memory += 1
         if self.loaded.device.type == "cuda":
             torch.cuda.empty_cache()
         budget = self._scheduler.max_tokens
-        smaller = max(_LEAST_TOKENS, min(budget, sum(map(len, requests))) // 2)
-        if smaller >= budget:
-            return False
+        smaller = max(_LEAST_TOKENS, tokens // 2)
+        if smaller >= budget or tokens > budget:
+            return
         with self._changed:
             self._scheduler.max_tokens = smaller
         logger.warning("out of memory: batches have at most %d tokens from now on", smaller)
-        return True
 
     def _give_back(self, piece: Piece, *, keep: bool) -> None:
         if self._cache is not None:
@@ -360,7 +390,7 @@ class Engine:
             self._changed.notify()
         if threading.current_thread() is self._thread:
             return
-        self._thread.join(drain_s + timeout_s)
+        self._thread.join(min(drain_s + timeout_s, threading.TIMEOUT_MAX))
         if self._thread.is_alive():
             logger.error("the device thread has not ended within %.0f s and is given up", drain_s + timeout_s)
             self._fail_waiting()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import torch
 
 from anypool.engine.request import Request
@@ -20,6 +22,13 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     # What torch raises for the host has no class of its own.
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def forget_tensors(error: BaseException | None) -> None:
+    """Frees the local variables of the calls that an error went through: they hold the memory of the failed pass."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def model_error(request: Request, error: Exception) -> AnypoolError:

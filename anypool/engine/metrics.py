@@ -92,6 +92,7 @@ class EngineMetrics:
     prepare_s: Histogram = field(default_factory=_seconds)
     forward_s: Histogram = field(default_factory=_seconds)
     pool_s: Histogram = field(default_factory=_seconds)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def submitted(self, requests: Sequence[Request]) -> None:
         """Counts requests that were queued."""
@@ -112,9 +113,15 @@ class EngineMetrics:
         self.forward_s.observe(output.forward_s)
         self.pool_s.observe(output.pool_s)
 
+    def refused(self) -> None:
+        """Counts a request that was refused because too much was waiting."""
+        with self._lock:
+            self.rejected += 1
+
     def ended(self, request: Request, outcome: str) -> None:
         """Counts a request that has its answer."""
-        self.requests[outcome] += 1
+        with self._lock:  # callers drop what is cancelled or expired
+            self.requests[outcome] += 1
 
     @property
     def cache_hit_rate(self) -> float:

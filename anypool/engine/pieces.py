@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -99,17 +100,25 @@ class KVCache:
         """Pieces that finish prompts in one pass. Prompts of one pass share what they have in common as well."""
         if not self.shares_prefixes:
             return [Piece(request, len(request)) for request in requests]
+        pieces = [Piece(request, len(request)) for request in requests]
         coming: dict[bytes, int] = {}
-        return [self._piece(request, coming) for request in requests]
+        with self._all_or_nothing(pieces):
+            for piece in pieces:
+                self._plan(piece, coming)
+        return pieces
 
     def begin(self, request: Request) -> LongPrompt:
         """Starts a prompt that runs in chunks, with blocks for all of it."""
-        hashes = self._hashes(request) if self.shares_prefixes else []
-        cached = self.pool.match(hashes[: self._most_cached(request)])
-        fresh = self.pool.allocate(-(-len(request) // self.block_size) - len(cached))
-        assert fresh is not None, "there is room for one prompt of any length, and one is held at a time"
-        new = dict(zip(hashes[len(cached) :], fresh))  # noqa: B905 - the last block may not be full
-        whole = Piece(request, len(request), len(cached) * self.block_size, 0, [*cached, *fresh], new)
+        whole = Piece(request, len(request))
+        with self._all_or_nothing([whole]):
+            hashes = self._hashes(request) if self.shares_prefixes else []
+            whole.blocks = self.pool.match(hashes[: self._most_cached(request)])
+            cached = len(whole.blocks)
+            whole.start = cached * self.block_size
+            fresh = self.pool.allocate(-(-len(request) // self.block_size) - cached)
+            assert fresh is not None, "there is room for one prompt of any length, and one is held at a time"
+            whole.blocks += fresh
+            whole.new_blocks = dict(zip(hashes[cached:], fresh))  # noqa: B905 - the last block may not be full
         return LongPrompt(whole, stored_in_the_end=len(hashes) * self.block_size)
 
     def give_back(self, piece: Piece, *, keep: bool) -> None:
@@ -125,20 +134,30 @@ class KVCache:
         self.pool.release(piece.blocks)
         piece.blocks, piece.new_blocks = [], {}
 
-    def _piece(self, request: Request, coming: dict[bytes, int]) -> Piece:
-        hashes = self._hashes(request)
-        most = self._most_cached(request)
-        blocks = self.pool.match(hashes[:most])
+    @contextmanager
+    def _all_or_nothing(self, pieces: Sequence[Piece]) -> Iterator[None]:
+        """Gives the blocks of pieces back where planning them fails."""
+        try:
+            yield
+        except BaseException:
+            for piece in pieces:
+                self.give_back(piece, keep=False)
+            raise
+
+    def _plan(self, piece: Piece, coming: dict[bytes, int]) -> None:
+        hashes = self._hashes(piece.request)
+        most = self._most_cached(piece.request)
+        piece.blocks = blocks = self.pool.match(hashes[:most])
         while len(blocks) < most and (block := coming.get(hashes[len(blocks)])) is not None:
             self.pool.acquire([block])  # another prompt of this pass computes it
             blocks.append(block)
-        start = len(blocks)
-        missing = hashes[start:]
+        piece.start = len(blocks) * self.block_size
+        missing = hashes[len(blocks) :]
         fresh = self.pool.allocate(min(len(missing), self.pool.num_free)) or []
-        new = dict(zip(missing, fresh))  # noqa: B905 - a full cache keeps fewer
-        coming.update(new)
-        blocks = [*blocks, *fresh]
-        return Piece(request, len(request), start * self.block_size, len(blocks) * self.block_size, blocks, new)
+        blocks += fresh
+        piece.stored = len(blocks) * self.block_size
+        piece.new_blocks = dict(zip(missing, fresh))  # noqa: B905 - a full cache keeps fewer
+        coming.update(piece.new_blocks)
 
     def _most_cached(self, request: Request) -> int:
         """Blocks that may be read rather than computed: at least one token of a prompt is computed."""

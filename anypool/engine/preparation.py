@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,6 +71,8 @@ class Preparation:
         options: PromptOptions,
     ) -> list[Request]:
         """Turns prompts into requests; see `Engine.prepare`."""
+        if isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__len__"):
+            raise InvalidPromptError(f"prompts={prompts!r:.80} is not a list of prompts")
         plans = self._plans(len(prompts), task, params)
         limit = self._fitting.limit(options.truncate_prompt_tokens)
         side = self._side(options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -9,7 +11,11 @@ from threading import Lock
 
 import torch
 
+from anypool.config import is_int
+from anypool.errors import InvalidParameterError, InvalidRequestError
 from anypool.pooling.plan import PoolingPlan
+
+logger = logging.getLogger(__name__)
 
 # The results of a request's parts, in their order -> its own.
 Combine = Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -78,18 +84,46 @@ class Request:
     def resolve(self, result: torch.Tensor) -> None:
         """Gives the result to whoever waits, unless they cancelled or have their answer."""
         if self._settle():
-            self.future.set_result(result)
+            self._tell(lambda: self.future.set_result(result))
 
     def fail(self, error: Exception) -> None:
         """Gives the error to whoever waits, unless they cancelled or have their answer."""
         if self._settle():
-            self.future.set_exception(error)
+            self._tell(lambda: self.future.set_exception(error))
 
     def _settle(self) -> bool:
-        if self.settled:
-            return False
-        self.settled = True
+        with _settling:
+            if self.settled:
+                return False
+            self.settled = True
         return self.future.set_running_or_notify_cancel()
+
+    def _tell(self, give: Callable[[], None]) -> None:
+        try:
+            give()
+        except BaseException:  # a caller's callback that raises SystemExit must not end the thread that calls it
+            logger.exception("a callback of request %s raised", self.request_id)
+
+
+# `Engine.close` may give up on a device thread that gives its answers after all.
+_settling = Lock()
+
+
+def check_turn(priority: int, timeout_s: float | None) -> None:
+    """Refuses what no queue or clock can order."""
+    if not is_int(priority):
+        raise InvalidParameterError(f"priority={priority!r} is not an integer", param="priority")
+    if timeout_s is not None and (not isinstance(timeout_s, (int, float)) or math.isnan(timeout_s)):
+        raise InvalidParameterError(f"timeout_s={timeout_s!r} is not a number of seconds", param="timeout_s")
+
+
+def check_new(requests: Sequence[Request]) -> None:
+    """Refuses a request that was queued before, or that is there twice."""
+    seen: set[Request] = set()
+    for request in requests:
+        if request.submitted or request in seen:
+            raise InvalidRequestError(f"request {request.request_id} is queued twice: prepare one for each result")
+        seen.add(request)
 
 
 def leaves(requests: Iterable[Request]) -> list[Request]:

@@ -19,12 +19,14 @@ class RunnerOutput:
     """What a forward pass gave, and what it took.
 
     Attributes:
-        results: Per sequence `[E]`, or `[tokens, E]` for token-level tasks: float32 on the CPU, views of one buffer.
-            Empty where a chunk ended before its prompt did.
+        results: Per sequence `[E]`, or `[tokens, E]` for token-level tasks: float32 on the CPU, each in memory of its
+            own, so that who keeps or pickles one has no other's. Empty where a chunk ended before its prompt did.
+        are_finite: Whether each result is.
         forward_s, pool_s: Seconds in the backbone and in the poolers. On a GPU the first is the time to launch it.
     """
 
     results: list[torch.Tensor]
+    are_finite: list[bool]
     forward_s: float
     pool_s: float
 
@@ -54,7 +56,7 @@ class PoolingModelRunner:
         forwarded = time.perf_counter()
         groups = self.model.pooler(_with_cached_rows(hidden_TD, batch), batch.segments, plans)
         results = _to_host(groups, len(plans))
-        return RunnerOutput(results, forwarded - began, time.perf_counter() - forwarded)
+        return RunnerOutput(results, _are_finite(results), forwarded - began, time.perf_counter() - forwarded)
 
     @torch.inference_mode()
     def begin_chunks(self, batch: PackedBatch, plan: PoolingPlan) -> ChunkedPooling:
@@ -87,7 +89,7 @@ class PoolingModelRunner:
         forwarded = time.perf_counter()
         pooling.update(hidden_TD, batch.input_ids_T)
         results = _to_host([pooling.result()], 1) if is_last else []
-        return RunnerOutput(results, forwarded - began, time.perf_counter() - forwarded)
+        return RunnerOutput(results, _are_finite(results), forwarded - began, time.perf_counter() - forwarded)
 
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         tokens = batch.input_ids_T.shape[0]
@@ -127,17 +129,17 @@ def _with_cached_rows(hidden_TD: torch.Tensor, batch: PackedBatch) -> torch.Tens
 
 
 def _to_host(groups: Sequence[PooledGroup], count: int) -> list[torch.Tensor]:
-    """Results in the order of the batch's sequences, copied together."""
-    with torch.inference_mode(False):  # so that results can be used where gradients are recorded
-        host = torch.empty(sum(group.values.numel() for group in groups), dtype=torch.float32)
+    """Results in the order of the batch's sequences."""
     results: list[torch.Tensor | None] = [None] * count
-    start = 0
     for group in groups:
-        values = host[start : start + group.values.numel()].view(group.values.shape)
-        values.copy_(group.values)
-        start += values.numel()
+        values = group.values.to("cpu", torch.float32)
         parts = values.unbind(0) if group.rows is None else values.split(group.rows)
-        for request, part in zip(group.requests, parts, strict=True):
-            results[request] = part
+        with torch.inference_mode(False):  # so that results can be used where gradients are recorded
+            for request, part in zip(group.requests, parts, strict=True):
+                results[request] = part.clone()
     assert all(result is not None for result in results), "a pooler left a request without a result"
     return results  # type: ignore[return-value]
+
+
+def _are_finite(results: Sequence[torch.Tensor]) -> list[bool]:
+    return [bool(result.isfinite().all()) for result in results]

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
@@ -118,6 +119,70 @@ def test_an_error_of_one_caller_is_not_that_of_its_neighbours(engine: Engine) ->
     assert isinstance(unknown, InvalidRequestError)
 
 
+@pytest.mark.parametrize(
+    "error", [StopIteration(), StopAsyncIteration(), SystemExit(1), KeyboardInterrupt(), GeneratorExit()], ids=repr
+)
+def test_preparing_may_raise_anything_and_other_callers_go_on(engine: Engine, error: BaseException) -> None:
+    serving = AsyncEngine(engine)
+
+    def prepare() -> list[Request]:
+        raise error
+
+    async def main() -> None:
+        with pytest.raises(EngineError, match=f"preparing the prompts raised {type(error).__name__}"):
+            await serving.serve(prepare)
+        await embed(serving, ids())
+
+    run(main)
+
+
+def test_a_call_is_answered_when_somebody_else_cancels_one_of_its_requests(engine: Engine, gate: Gate) -> None:
+    serving = AsyncEngine(engine)
+    requests = engine.prepare([ids(), ids(4)], PoolingTask.EMBED)
+
+    async def main() -> None:
+        call = asyncio.ensure_future(serving.serve(lambda: requests))
+        await until(gate.entered.is_set)
+        requests[1].future.cancel()
+        gate.open()
+        with pytest.raises(CancelledError, match="a request was cancelled"):
+            await call
+
+    run(main)
+
+
+def test_a_time_that_no_clock_reaches_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="timeout_s=nan is not a number of seconds"):
+        ServingOptions(timeout_s=float("nan"))
+
+
+def test_large_calls_that_wait_to_be_prepared_are_bounded(engine: Engine) -> None:
+    serving = AsyncEngine(engine, threads=2)
+    go_on = threading.Event()
+    options = ServingOptions(bounded=False)
+
+    def slowly() -> list[Request]:
+        assert go_on.wait(30)
+        return engine.prepare([ids()], PoolingTask.EMBED)
+
+    async def main() -> None:
+        running = asyncio.ensure_future(serving.serve(slowly, size=10**6))
+        await until(lambda: serving._idle_threads == 1)
+        waiting = asyncio.ensure_future(serving.serve(slowly, size=10**6))
+        await asyncio.sleep(0)
+        for size in (10**5, 10**6):
+            with pytest.raises(OverloadedError, match="1,000,000 characters wait to be prepared, of at most 400"):
+                await serving.serve(slowly, size=size)
+        unbounded = asyncio.ensure_future(serving.serve(slowly, options, size=10**5))
+        await embed(serving, ids())  # small ones are prepared beside it
+        go_on.set()
+        await asyncio.gather(running, waiting, unbounded)
+        await serving.serve(slowly, size=10**6)
+
+    run(main)
+    assert engine.metrics.rejected == 2
+
+
 def test_a_call_whose_time_is_up_fails_at_once_and_is_not_run(engine: Engine, gate: Gate) -> None:
     ran: list[int] = []
     engine.loaded.model.register_forward_pre_hook(lambda _, args: ran.extend(args[0].tolist()))
@@ -180,7 +245,8 @@ def test_a_slow_call_holds_up_no_small_one(engine: Engine) -> None:
         return engine.prepare([ids()], PoolingTask.EMBED)
 
     async def main() -> None:
-        slow = [asyncio.ensure_future(serving.serve(slowly, size=10**6)) for _ in range(5)]
+        options = ServingOptions(bounded=False)
+        slow = [asyncio.ensure_future(serving.serve(slowly, options, size=10**6)) for _ in range(5)]
         await asyncio.sleep(0.01)
         await embed(serving, ids(4))
         assert not any(call.done() for call in slow)

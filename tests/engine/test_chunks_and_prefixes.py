@@ -194,6 +194,30 @@ def test_a_long_prompt_that_fails_gives_its_blocks_back(checkpoint: Path) -> Non
         assert llm.engine._cache.pool.num_free == llm.engine._cache.pool.num_blocks
 
 
+@pytest.mark.parametrize("length", [14, 60], ids=["whole", "in chunks"])
+@pytest.mark.parametrize("failing", ["match", "allocate"])
+def test_planning_that_fails_gives_its_blocks_back(checkpoint: Path, failing: str, length: int) -> None:
+    prompts = random_prompts(13, [length, length])
+    with loaded(checkpoint, enable_prefix_caching=True, **IN_PARTS) as llm:
+        expected = vectors(llm, prompts)
+        assert llm.engine._cache is not None
+        pool = llm.engine._cache.pool
+        plan, calls = getattr(pool, failing), iter(range(3))
+
+        def short_of_memory(*args: Any) -> Any:
+            if next(calls, 0) > 0:
+                raise MemoryError("boom")
+            return plan(*args)
+
+        setattr(pool, failing, short_of_memory)
+        for _ in range(3):
+            with contextlib.suppress(EngineError):
+                vectors(llm, [[*prompts[0][:9], *prompt] for prompt in prompts])
+        setattr(pool, failing, plan)
+        assert pool.num_free == pool.num_blocks
+        assert_close(vectors(llm, prompts), expected)
+
+
 def _raise_for(ids: torch.Tensor) -> None:
     if (ids == MARKER).any():
         raise RuntimeError("boom")

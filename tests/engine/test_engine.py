@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, wait
 from typing import Any
@@ -15,7 +17,17 @@ import torch
 from anypool import LLM, EngineConfig
 from anypool.engine.engine import Engine
 from anypool.engine.request import Request
-from anypool.errors import DeadlineExceededError, EngineDeadError, EngineError, NonFiniteResultError, OverloadedError
+from anypool.errors import (
+    DeadlineExceededError,
+    EngineDeadError,
+    EngineError,
+    InvalidParameterError,
+    InvalidPromptError,
+    InvalidRequestError,
+    NonFiniteResultError,
+    OutOfMemoryError,
+    OverloadedError,
+)
 from anypool.pooling.tasks import PoolingTask
 from tests.helpers import assert_close, loaded, tiny_bert, vectors
 
@@ -115,6 +127,79 @@ def test_a_call_with_a_bad_prompt_raises_and_gives_up_the_others() -> None:
         assert vectors(llm, [ids()]).isfinite().all()
 
 
+def test_a_request_that_is_queued_twice_is_refused_and_hurts_nobody(engine: Engine, gate: Gate) -> None:
+    first, second, third = prepare(engine, ids(), ids(4), ids(5))
+    engine.submit([first])
+    assert gate.entered.wait(30)
+    for again in ([first], [second, second], [third, second, third]):
+        with pytest.raises(InvalidRequestError, match="is queued twice: prepare one for each result"):
+            engine.submit(again)
+    engine.submit([second, third])
+    gate.open()
+    assert all(request.future.result(30).isfinite().all() for request in (first, second, third))
+
+
+@pytest.mark.parametrize(
+    "setting", [{"priority": float("nan")}, {"priority": "1"}, {"timeout_s": float("nan")}], ids=repr
+)
+def test_a_setting_that_cannot_be_ordered_is_refused(engine: Engine, setting: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParameterError, match=next(iter(setting))):
+        engine.submit(prepare(engine, ids()), **setting)
+
+
+def test_any_integer_is_a_priority(engine: Engine, gate: Gate) -> None:
+    first, last, urgent = prepare(engine, ids(), ids(), ids())
+    engine.submit([first])
+    assert gate.entered.wait(30)
+    engine.submit([last], priority=10**400)
+    engine.submit([urgent], priority=-(10**400))
+    gate.open()
+    assert all(request.future.result(30).isfinite().all() for request in (first, last, urgent))
+
+
+def test_a_callback_that_raises_costs_nobody_an_answer(engine: Engine, gate: Gate) -> None:
+    def leave(_: Any) -> None:
+        raise SystemExit
+
+    requests = prepare(engine, *map(ids, range(1, 9)))
+    for request in requests:
+        request.future.add_done_callback(leave)
+    engine.submit(requests)
+    gate.open()
+    assert not wait([request.future for request in requests], timeout=30).not_done
+    assert _run(engine, [ids()])[0].isfinite().all()
+
+
+@pytest.mark.parametrize("prompts", ["a text", {"prompt": "a text"}, None, iter([[2, 3]])], ids=repr)
+def test_what_is_not_a_list_of_prompts_is_refused(engine: Engine, prompts: Any) -> None:
+    with pytest.raises(InvalidPromptError, match="is not a list of prompts"):
+        engine.prepare(prompts, PoolingTask.EMBED)
+
+
+# Results
+
+
+def test_a_result_that_is_kept_keeps_no_other(engine: Engine) -> None:
+    for vector in _run(engine, [ids(n) for n in range(1, 30)]):
+        assert vector.untyped_storage().nbytes() == vector.numel() * 4, "pickling it would write all of it"
+    [rows], [vector] = _run(engine, [ids()], PoolingTask.TOKEN_EMBED), _run(engine, [ids()])
+    assert rows.untyped_storage().nbytes() == rows.numel() * 4
+    assert not vector.is_inference()
+    assert not rows.is_inference()
+
+
+def test_an_idle_engine_keeps_nothing_of_what_it_ran(engine: Engine) -> None:
+    requests = prepare(engine, ids(), ids(4))
+    engine.submit(requests)
+    results = [request.future.result(30) for request in requests]
+    kept = [weakref.ref(thing) for thing in (*requests, *results)]
+    while engine.health().status != "alive":
+        time.sleep(0.001)
+    del requests, results
+    gc.collect()
+    assert all(thing() is None for thing in kept)
+
+
 # Cancelling
 
 
@@ -191,6 +276,26 @@ def test_a_request_larger_than_the_queue_is_taken_when_the_queue_is_empty(engine
     long.future.result(30)
 
 
+def test_callbacks_of_what_a_full_queue_drops_run_without_its_lock(engine: Engine, gate: Gate) -> None:
+    running, expired, new = prepare(engine, ids(5), ids(8), ids(8))
+    engine.submit([running])
+    assert gate.entered.wait(30)
+    engine.submit([expired], timeout_s=0)
+    waited = []
+
+    def ask_from_another_thread(_: Any) -> None:
+        asking = threading.Thread(target=engine.submit, args=([],), daemon=True)
+        asking.start()
+        asking.join(10)
+        waited.append(asking.is_alive())
+
+    expired.future.add_done_callback(ask_from_another_thread)
+    engine.submit([new], bounded=True)
+    assert waited == [False]
+    gate.open()
+    new.future.result(30)
+
+
 # Memory
 
 
@@ -228,6 +333,44 @@ def test_a_lone_request_gets_one_more_try_when_memory_is_short(engine: Engine) -
     engine.loaded.model.register_forward_pre_hook(fail_once)
     [vector] = _run(engine, [ids()])
     assert_close(vector, expected, atol=1e-6)
+
+
+def test_what_a_failed_pass_computed_is_freed_before_it_is_run_again(engine: Engine) -> None:
+    computed: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def hook(_: Any, args: tuple[torch.Tensor, ...]) -> None:
+        alive.append(sum(tensor() is not None for tensor in computed))
+        large = torch.ones(8)
+        computed.append(weakref.ref(large))
+        if len(args[0]) > 12:
+            try:
+                raise ValueError("the cause")
+            except ValueError:
+                raise MemoryError("boom") from None
+
+    engine.loaded.model.register_forward_pre_hook(hook)
+    _run(engine, [ids(n) for n in range(1, 9)])
+    assert len(alive) > 4
+    assert not any(alive)
+
+
+def test_a_prompt_that_is_longer_than_a_batch_and_does_not_fit_leaves_batches_as_large_as_they_were(
+    engine: Engine,
+) -> None:
+    engine._scheduler.max_tokens = 100
+
+    def too_large(_: Any, args: tuple[torch.Tensor, ...]) -> None:
+        if len(args[0]) > 100:
+            raise MemoryError("boom")
+
+    engine.loaded.model.register_forward_pre_hook(too_large)
+    for request in (requests := prepare(engine, ids(110), ids(120))):
+        engine.submit([request])
+    for request in requests:
+        with pytest.raises(OutOfMemoryError):
+            request.future.result(30)
+    assert engine._scheduler.max_tokens == 100
 
 
 # Deadlines
@@ -273,7 +416,40 @@ def test_health_is_alive_then_busy_then_stuck_then_dead(engine: Engine, gate: Ga
     assert engine.health().message == "the engine is shut down"
 
 
+def test_a_batch_that_begins_while_health_looks_is_not_called_stuck(engine: Engine) -> None:
+    class Begins(list[Request]):
+        def __len__(self) -> int:
+            engine._beat = time.monotonic()
+            return 1
+
+    engine._beat = time.monotonic() - 1000
+    engine._running = Begins()
+    assert engine.health().status == "busy"
+
+
+def test_halves_of_a_failed_batch_are_not_stuck(engine: Engine) -> None:
+    ages: list[float] = []
+
+    def hook(_: Any, args: tuple[torch.Tensor, ...]) -> None:
+        ages.append(engine.health().age_s)
+        engine._beat -= 1000
+        if len(args[0]) > 5:
+            raise RuntimeError("boom")
+
+    engine.loaded.model.register_forward_pre_hook(hook)
+    requests = prepare(engine, *[ids()] * 4)
+    engine.submit(requests)
+    assert all(request.future.result(30).isfinite().all() for request in requests)
+    assert len(ages) == 7
+    assert max(ages) < 1000
+
+
 # The end
+
+
+def test_close_may_wait_for_ever(engine: Engine) -> None:
+    engine.close(drain_s=float("inf"))
+    assert engine.health().status == "dead"
 
 
 def test_close_lets_the_queue_drain_within_its_time(engine: Engine, gate: Gate) -> None:
@@ -386,8 +562,8 @@ def test_the_engine_survives_many_threads_that_submit_and_cancel(engine: Engine)
     assert len(engine._scheduler) == 0
 
 
-def _run(engine: Engine, prompts: list[list[int]]) -> list[torch.Tensor]:
-    requests = prepare(engine, *prompts)
+def _run(engine: Engine, prompts: list[list[int]], task: PoolingTask = PoolingTask.EMBED) -> list[torch.Tensor]:
+    requests = engine.prepare(prompts, task)
     engine.submit(requests)
     return [request.future.result(30) for request in requests]
 

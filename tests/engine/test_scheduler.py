@@ -47,8 +47,8 @@ class Queue(RuleBasedStateMachine):
         else:
             gone.future.cancel()
 
-    @rule(chunk=st.integers(0, MAX_TOKENS))
-    def next_batch(self, chunk: int) -> None:
+    @rule(chunk=st.integers(0, MAX_TOKENS), starts_over=st.booleans())
+    def next_batch(self, chunk: int, starts_over: bool) -> None:
         before = list(self.waiting)
         batch = self.scheduler.next_batch()
         assert bool(batch) == bool(before)
@@ -73,6 +73,10 @@ class Queue(RuleBasedStateMachine):
             assert sum(map(len, batch)) <= self.scheduler.max_tokens
             first = min((r for r in before if r not in long), key=lambda r: (r.tag, r.arrival))
             assert first in batch, "the request whose turn it was was passed over"
+            if starts_over:
+                again = batch.pop()
+                self.scheduler.put_back(again, 0)
+                self.waiting.append(again)
         self.ended |= set(batch)
 
     @rule()
@@ -115,6 +119,17 @@ def test_every_request_runs_exactly_once(lengths: list[int]) -> None:
     assert len(scheduler) == scheduler.waiting_tokens == 0
     assert not scheduler._by_tag
     assert not scheduler._gone
+
+
+def test_a_request_that_starts_over_has_one_more_turn_and_leaves_no_trace() -> None:
+    scheduler = Scheduler(max_tokens=11, max_seqs=8)
+    first, neighbour, nearest = requests = [request(3), request(5), request(4)]
+    scheduler.add(requests)
+    assert scheduler.next_batch() == [first, nearest]
+    scheduler.put_back(nearest, 0)
+    assert scheduler.next_batch() == [nearest, neighbour]
+    assert scheduler.next_batch() == []
+    assert len(scheduler) == scheduler.waiting_tokens == 0
 
 
 def test_near_lengths_run_together_around_the_one_whose_turn_it_is() -> None:
