@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from anypool.model_executor.attention.metadata import AttentionMetadata
+from anypool.model_executor.attention.padded import is_padded
 
 # Scores that exist at one time, in elements. 4 Mi fp32 scores are 16 MiB: near the size of a last-level cache.
 _SCORES = 4 * 1024 * 1024
@@ -37,7 +38,13 @@ def grouped_attention(
     heads, size = q_THK.shape[1], v_TGK.shape[2]
     out_THK = q_THK.new_empty(q_THK.shape[0], heads, size)
     written_out = softcap is not None or sinks_H is not None
+    pads = not written_out and bias_HMM is None and q_THK.dtype == torch.bfloat16 and q_THK.device.type == "cpu"
+    if pads:
+        for group in attn.padded_groups(window):
+            out_THK[group.rows] = group.attend(q_THK, k_TGK, v_TGK, scale=scale, causal=window[1] == 0)
     for row, count, length in attn.runs:
+        if pads and is_padded(length, window):
+            continue
         step = max(1, _SCORES // (heads * length * min(length, _QUERY_BLOCK))) if written_out else count
         for first in range(0, count, step):
             n = min(step, count - first)
