@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from anypool.model_executor.attention.metadata import AttentionMetadata, Run
+from anypool.model_executor.attention.padded import is_padded
 from anypool.model_executor.attention.prefix import PrefixKeys
 
 # Scores that exist at one time, in elements. 4 Mi fp32 scores are 16 MiB: near the size of a last-level cache.
@@ -61,7 +62,13 @@ def grouped_attention(
         layer = attn.prefix.store_own(k_TGK, v_TGK)
     scoring = _Scoring(scale, window, softcap, sinks_H, bias_HMM)
     out_THK = q_THK.new_empty(*q_THK.shape[:2], v_TGK.shape[2])
+    pads = _pads(attn, scoring, q_THK)
+    if pads:
+        for group in attn.padded_groups(window):
+            out_THK[group.rows] = group.attend(q_THK, k_TGK, v_TGK, scale=scale, causal=window[1] == 0)
     for run in _parts(attn, scoring, q_THK.shape[1], k_TGK[0].numel()):
+        if pads and is_padded(run.length, window):
+            continue
         n, length = run.sequences, run.length
         rows = slice(run.row, run.row + n * length)
         q_NHLK, k_NGSK, v_NGSK = (x[rows].unflatten(0, (n, length)).transpose(1, 2) for x in (q_THK, k_TGK, v_TGK))
@@ -75,6 +82,13 @@ def grouped_attention(
             q, k, v = q_NHLK[:, :, own], k_NGSK[:, :, seen], v_NGSK[:, :, seen]
             out_NLHK[:, own] = _attend(q, k, v, queries, keys, plain, scoring).transpose(1, 2)
     return out_THK
+
+
+def _pads(attn: AttentionMetadata, scoring: _Scoring, q_THK: torch.Tensor) -> bool:
+    """Whether near lengths are padded to one."""
+    is_fused = not scoring.written_out and scoring.bias_HMM is None
+    has_prefix = attn.prefix is not None and any(attn.prefix.lengths)
+    return is_fused and not has_prefix and q_THK.dtype == torch.bfloat16 and q_THK.device.type == "cpu"
 
 
 def _attend(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from anypool.model_executor.attention.padded import PaddedGroup, padded_groups
 from anypool.model_executor.attention.prefix import PrefixKeys
 
 
@@ -71,6 +72,16 @@ class AttentionMetadata:
     @cached_property
     def max_length(self) -> int:
         return max(self.lengths)
+
+    def padded_groups(self, window: tuple[int, int]) -> tuple[PaddedGroup, ...]:
+        """The groups of near lengths, for the layers of a window; made by the first of them."""
+        if window not in self._padded_groups:
+            self._padded_groups[window] = tuple(padded_groups(self.lengths, window))
+        return self._padded_groups[window]
+
+    @cached_property
+    def _padded_groups(self) -> dict[tuple[int, int], tuple[PaddedGroup, ...]]:
+        return {}
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:

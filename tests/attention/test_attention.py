@@ -1,0 +1,85 @@
+"""Attention over packed sequences equals a plain softmax over each sequence alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from anypool.model_executor.attention import Attention, AttentionMetadata
+from anypool.model_executor.attention.padded import is_padded, padded_groups
+
+RAGGED = (1, 7, 16, 17, 33, 40, 40, 47, 48, 48, 63, 130, 40, 5)
+
+
+def plain(
+    q_THK: torch.Tensor, k_TGK: torch.Tensor, v_TGK: torch.Tensor, lengths: tuple[int, ...], layer: Attention
+) -> torch.Tensor:
+    """Scores, mask, softmax and sum written out in float64, one sequence and head at a time."""
+    share = q_THK.shape[1] // k_TGK.shape[1]
+    rows = []
+    for q, k, v in zip(*(x.double().split(lengths) for x in (q_THK, k_TGK, v_TGK)), strict=True):
+        ahead = torch.arange(len(k)) - torch.arange(len(q)).unsqueeze(1)
+        left, right = layer.window
+        hidden = (ahead < -left if left >= 0 else ahead < -len(q)) | (ahead > right if right >= 0 else ahead > len(q))
+        heads = []
+        for h in range(q.shape[1]):
+            scores = q[:, h] @ k[:, h // share].T * layer.scale
+            if layer.softcap is not None:
+                scores = layer.softcap * torch.tanh(scores / layer.softcap)
+            heads.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ v[:, h // share])
+        rows.append(torch.stack(heads, dim=1))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (9, 9), (49, 0), (63, 63)])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 4, 32), (4, 1, 64), (6, 2, 8)])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_ragged_sequences_equal_a_plain_softmax(
+    dtype: torch.dtype, window: tuple[int, int], heads: int, groups: int, size: int, softcap: float | None
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(sum(RAGGED), heads + 2 * groups, size, generator=generator).to(dtype)
+    q, k, v = qkv.split([heads, groups, groups], dim=1)  # as a fused projection gives them: not contiguous
+    layer = Attention(scale=size**-0.5, window=window, softcap=softcap)
+    actual = layer(q, k, v, AttentionMetadata.from_lengths(RAGGED, torch.device("cpu")))
+    assert actual.dtype == dtype
+    # bf16 rounds scores or probabilities to 8 bits, and the result.
+    tolerance = 2e-6 if dtype == torch.float32 else 0.03
+    torch.testing.assert_close(actual.double(), plain(q, k, v, RAGGED, layer), atol=tolerance, rtol=tolerance)
+
+
+def test_what_is_padded_does_not_see_what_pads_nor_neighbours() -> None:
+    """NaN in every other sequence, and in what a padded place could read, does not get through."""
+    lengths = (40, 45, 48)
+    qkv = torch.randn(sum(lengths), 2, 3 * 16).bfloat16()
+    poisoned = qkv.clone()
+    poisoned[:40] = math.nan
+    poisoned[85:] = math.nan
+    layer, attn = Attention(scale=0.25), AttentionMetadata.from_lengths(lengths, torch.device("cpu"))
+    clean, among_nan = (layer(*x.chunk(3, dim=-1), attn)[40:85] for x in (qkv, poisoned))
+    assert torch.equal(clean, among_nan)
+
+
+def test_neighbours_of_near_lengths_are_one_group_and_the_rest_stay_out() -> None:
+    groups = list(padded_groups(RAGGED, (-1, -1)))
+    assert [(g.rows.start, g.count, g.length) for g in groups] == [
+        (41, 6, 48),
+        (297, 1, 64),
+        (360, 1, 144),
+        (490, 1, 48),
+    ]
+    assert sum(g.rows.stop - g.rows.start for g in groups) == sum(n for n in RAGGED if is_padded(n, (-1, -1)))
+
+
+@pytest.mark.parametrize(
+    ("length", "window", "padded"),
+    [(32, (-1, -1), False), (33, (-1, 0), True), (512, (-1, -1), True), (513, (-1, -1), False), (48, (47, 0), True),
+     (49, (47, 0), False), (49, (63, 63), True), (65, (63, 63), False)],
+)  # fmt: skip
+def test_a_window_that_cuts_into_a_sequence_keeps_it_from_being_padded(
+    length: int, window: tuple[int, int], padded: bool
+) -> None:
+    assert is_padded(length, window) == padded
