@@ -268,6 +268,27 @@ def test_cancelled_requests_take_no_room_in_the_queue(engine: Engine, gate: Gate
     new.future.result(30)
 
 
+def test_refusing_many_does_not_go_through_the_queue_for_each(engine: Engine, gate: Gate) -> None:
+    running, waiting, *refused = prepare(engine, *[ids(5)] * 22)
+    engine.submit([running])
+    assert gate.entered.wait(30)
+    engine.submit([waiting])
+    take_gone, calls = engine._scheduler.take_gone, []
+
+    def slowly() -> list[Request]:
+        calls.append(None)
+        time.sleep(0.1)
+        return take_gone()
+
+    engine._scheduler.take_gone = slowly  # type: ignore[method-assign]
+    for request in refused:
+        with pytest.raises(OverloadedError):
+            engine.submit([request], bounded=True)
+    assert len(calls) <= 2
+    gate.open()
+    waiting.future.result(30)
+
+
 def test_a_request_larger_than_the_queue_is_taken_when_the_queue_is_empty(engine: Engine) -> None:
     [long] = prepare(engine, ids(30))
     engine.submit([long], bounded=True)
