@@ -446,6 +446,21 @@ def test_a_batch_that_begins_while_health_looks_is_not_called_stuck(engine: Engi
     assert engine.health().status == "busy"
 
 
+def test_a_batch_that_begins_while_health_looks_at_the_clock_has_no_negative_age(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = time.monotonic
+
+    def begins() -> float:
+        now = clock()
+        engine._beat = now + 1
+        return now
+
+    engine._beat = clock()
+    monkeypatch.setattr(time, "monotonic", begins)
+    assert engine.health().age_s >= 0
+
+
 def test_halves_of_a_failed_batch_are_not_stuck(engine: Engine) -> None:
     ages: list[float] = []
 
