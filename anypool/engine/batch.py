@@ -31,7 +31,7 @@ def make_batch(
         [piece.request.token_ids[piece.start : piece.stop] for piece in pieces],
         device=device,
         skips=[request.skip for request in requests],
-        token_types=[request.token_type_ids for request in requests],
+        token_types=[_types(piece) for piece in pieces],
         pad_token_id=pad_token_id,
         starts=[piece.start for piece in pieces],
         prompt_lengths=[len(request) for request in requests],
@@ -47,6 +47,11 @@ def make_batch(
         pad_token_id,
     )
     return dataclasses.replace(batch, segments=prompts, keeps_hidden=True)
+
+
+def _types(piece: Piece) -> list[int] | None:
+    types = piece.request.token_type_ids
+    return None if types is None else types[piece.start : piece.stop]
 
 
 def _prefix_keys(pieces: Sequence[Piece], cache: KVCache) -> PrefixKeys:

@@ -89,8 +89,9 @@ class Engine:
 
     def health(self) -> Health:
         """What the device thread is doing. Asks nothing of it, so it answers while the thread is busy or stuck."""
-        running = len(self._running)  # before the beat, which is older while the next batch begins
-        age_s = time.monotonic() - self._beat
+        # In this order, since all three move on meanwhile: the other way round a batch that begins now looks old.
+        running, beat = len(self._running), self._beat
+        age_s = time.monotonic() - beat
         status: Literal["alive", "busy", "stuck", "dead"] = "busy" if running else "alive"
         message = ""
         if not self.is_alive:

@@ -164,7 +164,8 @@ class KVCache:
         return (len(request) - 1) // self.block_size
 
     def _hashes(self, request: Request) -> list[bytes]:
-        salt = repr((request.cache_salt, self.config.frequency_lengths(len(request)))).encode()
+        lengths = self.config.frequency_lengths(len(request))
+        salt = repr((request.cache_salt, lengths, request.token_type_ids)).encode()
         return block_hashes(request.token_ids, self.block_size, salt)
 
 

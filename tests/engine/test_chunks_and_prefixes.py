@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from anypool import LLM, PoolerConfig, PoolingParams
+from anypool.engine.batch import make_batch
 from anypool.engine.request import Request
 from anypool.errors import ConfigError, EngineError, NonFiniteResultError
 from anypool.pooling.tasks import PoolingTask
@@ -192,6 +193,20 @@ def test_a_long_prompt_that_fails_gives_its_blocks_back(checkpoint: Path) -> Non
         assert_close(requests[1].future.result(30), expected[0])
         assert llm.engine._cache is not None
         assert llm.engine._cache.pool.num_free == llm.engine._cache.pool.num_blocks
+
+
+def test_a_piece_has_the_segment_ids_of_its_own_tokens_and_other_ids_share_no_prefix(checkpoint: Path) -> None:
+    with loaded(checkpoint, enable_prefix_caching=True, **IN_PARTS) as llm:
+        cache, device = llm.engine._cache, llm.engine.loaded.device
+        assert cache is not None
+        [request, other, third] = llm.engine.prepare([[20] * 12, [20] * 12, [20] * 12], PoolingTask.EMBED)
+        request.token_type_ids = other.token_type_ids = [0] * 9 + [1] * 3
+        third.token_type_ids = [0] * 5 + [1] * 7
+        pieces = cache.whole([request, other, third])
+        assert [piece.start for piece in pieces] == [0, 8, 0]
+        types = make_batch(pieces, device, cache=cache).token_type_ids_T
+        assert types is not None
+        assert types.tolist() == [*request.token_type_ids, 0, 1, 1, 1, *third.token_type_ids]
 
 
 @pytest.mark.parametrize("length", [14, 60], ids=["whole", "in chunks"])

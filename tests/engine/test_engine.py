@@ -270,6 +270,27 @@ def test_cancelled_requests_take_no_room_in_the_queue(engine: Engine, gate: Gate
     new.future.result(30)
 
 
+def test_refusing_many_does_not_go_through_the_queue_for_each(engine: Engine, gate: Gate) -> None:
+    running, waiting, *refused = prepare(engine, *[ids(5)] * 22)
+    engine.submit([running])
+    assert gate.entered.wait(30)
+    engine.submit([waiting])
+    take_gone, calls = engine._scheduler.take_gone, []
+
+    def slowly() -> list[Request]:
+        calls.append(None)
+        time.sleep(0.1)
+        return take_gone()
+
+    engine._scheduler.take_gone = slowly  # type: ignore[method-assign]
+    for request in refused:
+        with pytest.raises(OverloadedError):
+            engine.submit([request], bounded=True)
+    assert len(calls) <= 2
+    gate.open()
+    waiting.future.result(30)
+
+
 def test_a_request_larger_than_the_queue_is_taken_when_the_queue_is_empty(engine: Engine) -> None:
     [long] = prepare(engine, ids(30))
     engine.submit([long], bounded=True)
@@ -425,6 +446,21 @@ def test_a_batch_that_begins_while_health_looks_is_not_called_stuck(engine: Engi
     engine._beat = time.monotonic() - 1000
     engine._running = Begins()
     assert engine.health().status == "busy"
+
+
+def test_a_batch_that_begins_while_health_looks_at_the_clock_has_no_negative_age(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = time.monotonic
+
+    def begins() -> float:
+        now = clock()
+        engine._beat = now + 1
+        return now
+
+    engine._beat = clock()
+    monkeypatch.setattr(time, "monotonic", begins)
+    assert engine.health().age_s >= 0
 
 
 def test_halves_of_a_failed_batch_are_not_stuck(engine: Engine) -> None:

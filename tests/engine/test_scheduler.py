@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from anypool.engine import scheduler as module
 from anypool.engine.request import Request
 from anypool.engine.scheduler import PRIORITY_BATCHES, Scheduler
 from anypool.pooling.plan import PoolingPlan
@@ -144,6 +146,17 @@ def test_requests_added_one_by_one_keep_their_turn() -> None:
     for r in one_by_one:
         scheduler.add([r])
     assert [scheduler.next_batch() for _ in range(4)] == [[r] for r in one_by_one]
+
+
+def test_a_few_requests_are_added_to_a_long_queue_without_going_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = Scheduler(max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS)
+    queue.add([request(n % 30 + 1) for n in range(10_000)])
+    looked_at = []
+    key = module._place_key
+    monkeypatch.setattr(module, "_place_key", lambda one: looked_at.append(one) or key(one))
+    queue.add([request(7), request(3)])
+    assert len(looked_at) < 100
+    assert len(queue) == 10_002
 
 
 def test_a_small_call_does_not_wait_for_a_huge_one() -> None:
