@@ -31,6 +31,7 @@ from anypool.errors import (
     NonFiniteResultError,
     OverloadedError,
 )
+from anypool.model_executor.cpu import keep_freed_memory, set_up_threads
 from anypool.model_executor.pooling_model_runner import PoolingModelRunner
 from anypool.model_executor.weights.repository import Repository
 from anypool.pooling.params import PoolingParams
@@ -60,12 +61,15 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        set_up_threads()
         opened = open_model(config)
         self.tokenizer = _load_tokenizer(config, opened)
         token_id = None if self.tokenizer is None else self.tokenizer.token_id
         self.loaded: LoadedModel = load_pooling_model(config, opened, token_id=token_id)
         self.max_model_len = _max_model_len(config, self.loaded, self.tokenizer)
         on_cpu = self.loaded.device.type == "cpu"
+        if on_cpu:
+            keep_freed_memory()
         self.config = config.replace(
             max_model_len=self.max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens or (4096 if on_cpu else 16384),
