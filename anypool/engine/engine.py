@@ -30,6 +30,7 @@ from anypool.engine.request import Request, check_new, check_turn, leaves
 from anypool.engine.scheduler import Scheduler
 from anypool.engine.setup import load_tokenizer, make_cache, resolve
 from anypool.errors import EngineDeadError, OverloadedError
+from anypool.model_executor.cpu import keep_freed_memory, set_up_threads
 from anypool.model_executor.packed_batch import PackedBatch
 from anypool.model_executor.pooling_model_runner import PoolingModelRunner, RunnerOutput
 from anypool.pooling.params import PoolingParams
@@ -53,10 +54,13 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        set_up_threads()
         opened = open_model(config)
         self.tokenizer = load_tokenizer(config, opened)
         token_id = None if self.tokenizer is None else self.tokenizer.token_id
         self.loaded: LoadedModel = load_pooling_model(config, opened, token_id=token_id)
+        if self.loaded.device.type == "cpu":
+            keep_freed_memory()
         self.config = resolve(config, self.loaded, self.tokenizer)
         assert self.config.max_model_len is not None and self.config.max_num_batched_tokens is not None
         self.max_model_len = self.config.max_model_len

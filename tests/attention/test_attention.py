@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from anypool.model_executor.attention import Attention, AttentionMetadata
+from anypool.errors import ConfigError
+from anypool.model_executor.attention import Attention, AttentionMetadata, bmm
 from anypool.model_executor.attention.padded import is_padded, padded_groups
 
 RAGGED = (1, 7, 16, 17, 33, 40, 40, 47, 48, 48, 63, 130, 40, 5)
@@ -33,13 +34,23 @@ def plain(
     return torch.cat(rows)
 
 
+@pytest.mark.parametrize("way", ["fused", "bmm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (9, 9), (49, 0), (63, 63)])
 @pytest.mark.parametrize(("heads", "groups", "size"), [(4, 4, 32), (4, 1, 64), (6, 2, 8)])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_ragged_sequences_equal_a_plain_softmax(
-    dtype: torch.dtype, window: tuple[int, int], heads: int, groups: int, size: int, softcap: float | None
+    way: str,
+    dtype: torch.dtype,
+    window: tuple[int, int],
+    heads: int,
+    groups: int,
+    size: int,
+    softcap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("ANYPOOL_CPU_ATTENTION", way)
+    monkeypatch.setattr(bmm, "_SCORES", 10_000)  # so that blocks of sequences are several
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(sum(RAGGED), heads + 2 * groups, size, generator=generator).to(dtype)
     q, k, v = qkv.split([heads, groups, groups], dim=1)  # as a fused projection gives them: not contiguous
@@ -83,3 +94,27 @@ def test_a_window_that_cuts_into_a_sequence_keeps_it_from_being_padded(
     length: int, window: tuple[int, int], padded: bool
 ) -> None:
     assert is_padded(length, window) == padded
+
+
+def test_long_causal_sequences_are_equal_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = (600, 600, 300)
+    q, k, v = torch.randn(sum(lengths), 4, 16).bfloat16().split([2, 1, 1], dim=1)
+    layer, attn = Attention(scale=0.25, window=(-1, 0)), AttentionMetadata.from_lengths(lengths, torch.device("cpu"))
+    expected = plain(q, k, v, lengths, layer)
+    for way in ("fused", "bmm"):
+        monkeypatch.setenv("ANYPOOL_CPU_ATTENTION", way)
+        torch.testing.assert_close(layer(q, k, v, attn).double(), expected, atol=0.03, rtol=0.03)
+
+
+def test_sinks_take_part_in_the_softmax_without_a_value() -> None:
+    q, k, v = torch.randn(3, 2, 4, 9, 16)
+    sinks_H = torch.randn(4)
+    scores = torch.cat([q @ k.transpose(-1, -2) * 0.25, sinks_H.view(4, 1, 1).expand(2, 4, 9, 1)], dim=-1)
+    actual = bmm.bmm_attention(q, k, v, scale=0.25, sinks_H=sinks_H)
+    torch.testing.assert_close(actual, scores.softmax(-1)[..., :-1] @ v)
+
+
+def test_the_way_of_attention_is_one_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYPOOL_CPU_ATTENTION", "flash")
+    with pytest.raises(ConfigError, match=r"ANYPOOL_CPU_ATTENTION='flash' is unknown; known: auto, fused, bmm"):
+        bmm.bmm_is_faster(torch.zeros(1, 1, 1, dtype=torch.bfloat16), 64)

@@ -97,7 +97,7 @@ def test_attention_behind_a_prefix_equals_a_full_softmax(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if small_parts:  # one sequence and few queries at a time, as long prefixes are computed
-        monkeypatch.setattr(grouped, "_SCORES", 1)
+        monkeypatch.setattr(grouped, "SCORES", 1)
         monkeypatch.setattr(grouped, "_KEYS", 1)
     case = Case(SEQUENCES, heads, groups)
     sinks_H = torch.randn(heads, generator=torch.Generator().manual_seed(1)) if with_sinks else None

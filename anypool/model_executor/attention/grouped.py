@@ -1,9 +1,9 @@
 """Attention with plain torch: neighbouring sequences of equal length are one batched call, with no padding.
 
 The batch is sorted by length, so neighbours are many. A layer that torch's fused attention can express runs through
-it. Soft-caps and sinks take the written-out form, in blocks of queries against the keys they can see, so that neither
-a window nor the upper half of a causal layer is computed for nothing, and scores stay below a fixed size. Queries
-behind a prefix of cached keys go in such blocks too: torch's `is_causal` begins at the first key, not at theirs.
+it, unless the written-out form is faster. Soft-caps and sinks take that form, in blocks of queries against the keys
+they can see, so that neither a window nor the upper half of a causal layer is computed for nothing. Queries behind a
+prefix of cached keys go in such blocks too: torch's `is_causal` begins at the first key, not at theirs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from anypool.model_executor.attention.bmm import SCORES, bmm_attention, bmm_is_faster
 from anypool.model_executor.attention.metadata import AttentionMetadata, Run
 from anypool.model_executor.attention.padded import is_padded
 from anypool.model_executor.attention.prefix import PrefixKeys
 
-# Scores that exist at one time, in elements. 4 Mi fp32 scores are 16 MiB: near the size of a last-level cache.
-_SCORES = 4 * 1024 * 1024
 # Queries per block where a window or causality limits which keys are seen.
 _QUERY_BLOCK = 256
 _LEAST_QUERY_BLOCK = 16
@@ -37,9 +36,13 @@ class _Scoring(NamedTuple):
     bias_HMM: torch.Tensor | None
 
     @property
-    def written_out(self) -> bool:
+    def is_special(self) -> bool:
         """Whether torch's fused attention cannot express it."""
         return self.softcap is not None or self.sinks_H is not None
+
+    def is_written_out(self, q_THK: torch.Tensor, length: int) -> bool:
+        """Whether sequences of a length are not left to torch's fused attention."""
+        return self.is_special or (self.bias_HMM is None and bmm_is_faster(q_THK, length))
 
 
 def grouped_attention(
@@ -66,7 +69,7 @@ def grouped_attention(
     if pads:
         for group in attn.padded_groups(window):
             out_THK[group.rows] = group.attend(q_THK, k_TGK, v_TGK, scale=scale, causal=window[1] == 0)
-    for run in _parts(attn, scoring, q_THK.shape[1], k_TGK[0].numel()):
+    for run in _parts(attn, k_TGK[0].numel()):
         if pads and is_padded(run.length, window):
             continue
         n, length = run.sequences, run.length
@@ -77,21 +80,23 @@ def grouped_attention(
             assert attn.prefix is not None and layer is not None
             k_NGSK, v_NGSK, origin = _after_prefix(k_NGSK, v_NGSK, attn.prefix, layer, run, window[0])
         out_NLHK = out_THK[rows].unflatten(0, (n, length))
-        for queries, keys, plain in _blocks(run, scoring, q_THK.shape[1]):
+        written_out = scoring.is_written_out(q_THK, length)
+        for queries, keys, plain in _blocks(run, window, q_THK.shape[1], written_out=written_out):
             own, seen = _shifted(queries, run.before), _shifted(keys, origin)
             q, k, v = q_NHLK[:, :, own], k_NGSK[:, :, seen], v_NGSK[:, :, seen]
-            out_NLHK[:, own] = _attend(q, k, v, queries, keys, plain, scoring).transpose(1, 2)
+            attend = _written_out if written_out else _fused
+            out_NLHK[:, own] = attend(q, k, v, queries, keys, plain, scoring).transpose(1, 2)
     return out_THK
 
 
 def _pads(attn: AttentionMetadata, scoring: _Scoring, q_THK: torch.Tensor) -> bool:
     """Whether near lengths are padded to one."""
-    is_fused = not scoring.written_out and scoring.bias_HMM is None
+    is_fused = not scoring.is_special and scoring.bias_HMM is None
     has_prefix = attn.prefix is not None and any(attn.prefix.lengths)
     return is_fused and not has_prefix and q_THK.dtype == torch.bfloat16 and q_THK.device.type == "cpu"
 
 
-def _attend(
+def _fused(
     q_NHLK: torch.Tensor,
     k_NGSK: torch.Tensor,
     v_NGSV: torch.Tensor,
@@ -101,8 +106,6 @@ def _attend(
     scoring: _Scoring,
 ) -> torch.Tensor:
     """`[N, H, L, V]` of the queries and keys at these positions."""
-    if scoring.written_out:
-        return _written_out(q_NHLK, k_NGSK, v_NGSV, _visible(queries, keys, scoring.window, q_NHLK.device), scoring)
     mask = None if plain else _visible(queries, keys, scoring.window, q_NHLK.device)
     return F.scaled_dot_product_attention(
         q_NHLK,
@@ -115,25 +118,36 @@ def _attend(
     )
 
 
-def _parts(attn: AttentionMetadata, scoring: _Scoring, heads: int, key_size: int) -> Iterator[Run]:
-    """The runs, in parts of as many sequences as are computed at one time."""
+def _written_out(
+    q_NHLK: torch.Tensor,
+    k_NGSK: torch.Tensor,
+    v_NGSV: torch.Tensor,
+    queries: slice,
+    keys: slice,
+    plain: bool,
+    scoring: _Scoring,
+) -> torch.Tensor:
+    """The same as `_fused`."""
+    # Without a limit on the left, all keys before the first query are seen.
+    edge = slice(max(queries.start, keys.start) if scoring.window[0] < 0 else keys.start, keys.stop)
+    return bmm_attention(
+        q_NHLK,
+        k_NGSK,
+        v_NGSV,
+        scale=scoring.scale,
+        hidden=None if plain else ~_visible(queries, edge, scoring.window, q_NHLK.device),
+        softcap=scoring.softcap,
+        sinks_H=scoring.sinks_H,
+    )
+
+
+def _parts(attn: AttentionMetadata, key_size: int) -> Iterator[Run]:
+    """The runs, in parts of as many sequences as have the keys of their prefixes copied at one time."""
     for run in attn.runs:
-        step, keys = run.sequences, run.before + run.length
-        if scoring.written_out:
-            step = min(step, _SCORES // (heads * keys * min(run.length, _query_block(run, scoring, heads))))
-        if run.before > 0:
-            step = min(step, _KEYS // (keys * key_size))
-        step = max(step, 1)
+        step = run.sequences if run.before == 0 else max(1, _KEYS // ((run.before + run.length) * key_size))
         for done in range(0, run.sequences, step):
             n = min(step, run.sequences - done)
             yield run._replace(row=run.row + done * run.length, first=run.first + done, sequences=n)
-
-
-def _query_block(run: Run, scoring: _Scoring, heads: int) -> int:
-    """Queries per block: fewer where scores against a long prefix are written out."""
-    if run.before == 0 or not scoring.written_out:
-        return _QUERY_BLOCK
-    return min(_QUERY_BLOCK, max(_LEAST_QUERY_BLOCK, _SCORES // (heads * (run.before + run.length))))
 
 
 def _after_prefix(
@@ -164,17 +178,20 @@ def _shifted(positions: slice, by: int) -> slice:
     return slice(positions.start - by, positions.stop - by)
 
 
-def _blocks(run: Run, scoring: _Scoring, heads: int) -> Iterator[tuple[slice, slice, bool]]:
+def _blocks(run: Run, window: tuple[int, int], heads: int, *, written_out: bool) -> Iterator[tuple[slice, slice, bool]]:
     """Blocks of queries, the keys that any of them sees, and whether torch's `is_causal` or no mask says it all.
 
-    Both are positions: the first query's is `run.before`.
+    Both are positions: the first query's is `run.before`. Written out, a causal layer is cut into blocks as well.
     """
-    left, right = scoring.window
+    left, right = window
     end = run.before + run.length
-    if run.before == 0 and (left < 0 or left >= end - 1) and (right <= 0 or right >= end - 1):
+    all_seen = (left < 0 or left >= end - 1) and (right <= 0 or right >= end - 1)
+    if run.before == 0 and all_seen and not (written_out and right == 0):
         yield slice(0, end), slice(0, end), True
         return
-    block = _query_block(run, scoring, heads)
+    block = _QUERY_BLOCK
+    if run.before > 0 and written_out:  # scores against a long prefix are many
+        block = min(block, max(_LEAST_QUERY_BLOCK, SCORES // (heads * end)))
     for start in range(run.before, end, block):
         stop = min(end, start + block)
         lowest = 0 if left < 0 else max(0, start - left)
@@ -193,26 +210,3 @@ def _visible(queries: slice, keys: slice, window: tuple[int, int], device: torch
     if right >= 0:
         visible_LS &= key_S <= query_L1 + right
     return visible_LS
-
-
-def _written_out(
-    q_NHLK: torch.Tensor,
-    k_NGSK: torch.Tensor,
-    v_NGSK: torch.Tensor,
-    visible_LS: torch.Tensor,
-    scoring: _Scoring,
-) -> torch.Tensor:
-    """Scores, soft-cap, float32 softmax with sinks, product with the values. Key heads are not copied."""
-    n, heads, queries, size = q_NHLK.shape
-    groups = k_NGSK.shape[1]
-    q = (q_NHLK * scoring.scale).reshape(n, groups, heads // groups * queries, size)
-    scores = (q @ k_NGSK.transpose(-1, -2)).float().view(n, heads, queries, -1)
-    if scoring.softcap is not None:
-        scores = (scores / scoring.softcap).tanh_().mul_(scoring.softcap)
-    scores.masked_fill_(~visible_LS, float("-inf"))
-    if scoring.sinks_H is not None:
-        sinks = scoring.sinks_H.float().view(1, heads, 1, 1).expand(n, -1, queries, 1)
-        scores = torch.cat([scores, sinks], dim=-1)
-    probs = scores.softmax(dim=-1)[..., : v_NGSK.shape[2]].to(v_NGSK.dtype)
-    out = probs.reshape(n, groups, heads // groups * queries, -1) @ v_NGSK
-    return out.view(n, heads, queries, -1)

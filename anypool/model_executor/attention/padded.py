@@ -15,6 +15,8 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 
+from anypool.model_executor.attention.bmm import bmm_attention, bmm_is_faster
+
 _STEP = 16
 _SHORTEST, _LONGEST = 33, 512
 
@@ -46,13 +48,16 @@ class PaddedGroup:
             x.index_select(0, self.sources).unflatten(0, (self.count, self.length)).transpose(1, 2)
             for x in (q_THK, k_TGK, v_TGK)
         )
-        mask = None
-        if not causal:  # a causal query sees nothing behind itself, and padding stands last
-            mask = q.new_zeros(self.count, 1, 1, self.length)
-            mask.masked_fill_(self.hidden_NS[:, None, None], float("-inf"))
-        out_NHLK = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=scale, is_causal=causal, enable_gqa=True
-        )
+        # A causal query sees nothing behind itself, and padding stands last.
+        hidden = None if causal else self.hidden_NS[:, None, None]
+        if bmm_is_faster(q_THK, self.length):
+            behind = torch.ones(self.length, self.length, dtype=torch.bool).triu_(1) if causal else hidden
+            out_NHLK = bmm_attention(q, k, v, scale=scale, hidden=behind)
+        else:
+            mask = None if hidden is None else q.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+            out_NHLK = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=scale, is_causal=causal, enable_gqa=True
+            )
         return out_NHLK.transpose(1, 2).flatten(0, 1).index_select(0, self.places)
 
 

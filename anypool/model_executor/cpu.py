@@ -1,0 +1,77 @@
+"""What a process sets up once before it computes on the CPU: threads and memory."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import platform
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def set_up_threads(*, root: Path = _CGROUPS) -> None:
+    """Lowers torch's number of threads to what the cgroup allows; torch itself follows only the CPU affinity.
+
+    `OMP_NUM_THREADS` and an earlier `torch.set_num_threads` with fewer are left as they are.
+    """
+    allowed = cgroup_cpus(root)
+    if allowed is not None and "OMP_NUM_THREADS" not in os.environ and allowed < torch.get_num_threads():
+        torch.set_num_threads(allowed)
+
+
+def cgroup_cpus(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """How many CPUs the process's cgroup may use, a part of one counting as one; None for no limit."""
+    folders = [root, root / "cpu"]  # inside a container, cgroup version 2 and 1
+    paths = [line.split(":", 2)[2] for line in _read(own).splitlines() if line.count(":") >= 2]
+    for path in paths:
+        inner = root / path.lstrip("/")
+        folders += [folder for folder in (inner, *inner.parents) if folder.is_relative_to(root)]
+    limits = [limit for limit in map(_cpus, folders) if limit is not None]
+    return max(1, math.ceil(min(limits))) if limits else None
+
+
+def _cpus(folder: Path) -> float | None:
+    fields = _read(folder / "cpu.max").split() or [
+        _read(folder / "cpu.cfs_quota_us").strip(),
+        _read(folder / "cpu.cfs_period_us").strip(),
+    ]
+    if len(fields) != 2 or not all(field.isdigit() for field in fields) or not int(fields[1]):
+        return None  # "max", or -1
+    return int(fields[0]) / int(fields[1])
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+# Names and numbers of glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+
+
+@cache
+def keep_freed_memory() -> bool:
+    """Has glibc keep freed memory for the next allocation instead of giving it back to the system.
+
+    Hidden states of one layer are freed and allocated again in the next, and every page that comes back from the system
+    costs a fault. One arena for all threads, since the heaps of the others are given back whatever the threshold.
+    Called after loading, when what was freed has been given back. `MALLOC_...` and `GLIBC_TUNABLES` in the environment
+    win.
+
+    Returns:
+        Whether it did.
+    """
+    chosen = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+    if chosen or platform.libc_ver()[0] != "glibc":
+        return False
+    libc = ctypes.CDLL(None)
+    libc.malloc_trim(0)
+    thresholds = libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30) and libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+    return bool(thresholds and libc.mallopt(_M_ARENA_MAX, 1))

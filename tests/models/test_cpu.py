@@ -1,0 +1,65 @@
+"""Threads follow the cgroup, and freed memory is kept."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from anypool.model_executor.cpu import cgroup_cpus, keep_freed_memory, set_up_threads
+
+
+@pytest.mark.parametrize(
+    ("files", "cpus"),
+    [
+        ({}, None),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "200000 100000\n"}, 2),
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "10000 100000\n"}, 1),
+        ({"cpu.max": "800000 100000\n", "a/b/cpu.max": "300000 100000\n"}, 3),
+        ({"a/cpu.max": "100000 100000\n", "a/b/cpu.max": "max 100000\n"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+    ],
+)
+def test_the_lowest_limit_of_the_cgroup_and_those_around_it_counts(
+    files: dict[str, str], cpus: int | None, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    own = tmp_path / "own"
+    own.write_text("0::/a/b\n")
+    assert cgroup_cpus(tmp_path, own) == cpus
+
+
+@pytest.mark.parametrize(("variable", "threads"), [(None, 1), ("3", 3)])
+def test_threads_are_lowered_unless_the_environment_says_how_many(
+    variable: str | None, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        set_up_threads(root=tmp_path)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+def test_memory_that_was_freed_is_used_again_without_page_faults() -> None:
+    if not keep_freed_memory():
+        pytest.skip("another C library, or the environment decides")
+    for _ in range(2):
+        torch.empty(64 << 20, dtype=torch.uint8).fill_(1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.empty(64 << 20, dtype=torch.uint8).fill_(1)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000  # of 16,384 pages
