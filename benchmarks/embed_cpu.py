@@ -100,7 +100,12 @@ def peer(arguments: argparse.Namespace) -> sentence_transformers.SentenceTransfo
 
     path = Path(arguments.model)
     with tempfile.TemporaryDirectory() as folder:  # transformers reads GGUF slowly, and its module once
-        lm = transformers.AutoModel.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        lm = transformers.AutoModel.from_pretrained(
+            path.parent,
+            gguf_file=path.name,
+            dtype=torch.float32,
+            quantization_config=transformers.GgufConfig(dequantize=True),
+        )
         lm.save_pretrained(folder)
         transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
         body = Transformer(folder, model_args={"dtype": arguments.dtype})
