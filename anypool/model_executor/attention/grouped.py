@@ -8,6 +8,7 @@ they can see, so that neither a window nor the upper half of a causal layer is c
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +56,7 @@ def grouped_attention(
                 hidden = None if plain else ~_visible(queries, edge, window, q.device)
                 out = bmm_attention(q, k, v, scale=scale, hidden=hidden, softcap=softcap, sinks_H=sinks_H)
             else:
-                mask = None if plain else _visible(queries, keys, window, q.device)
+                mask = None if plain else _mask(queries, keys, window, q.device, q.dtype)
                 out = F.scaled_dot_product_attention(
                     q,
                     k,
@@ -91,14 +92,36 @@ def _blocks(length: int, window: tuple[int, int], *, split_causal: bool = False)
 
 
 def _visible(queries: slice, keys: slice, window: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """`[queries, keys]` bool: may the query see the key."""
+    """`[queries, keys]` bool: may the query see the key. Blocks that lie alike share it."""
+    return _visible_at(*_place(queries, keys), window, device)
+
+
+def _mask(
+    queries: slice, keys: slice, window: tuple[int, int], device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    """The same as torch's fused attention takes it: on a CPU to be added, or it would make that in every call."""
+    place = _place(queries, keys)
+    return _visible_at(*place, window, device) if device.type != "cpu" else _additive_at(*place, window, dtype)
+
+
+def _place(queries: slice, keys: slice) -> tuple[int, int, int]:
+    """Queries, keys, and how far the first key is ahead of the first query."""
+    return queries.stop - queries.start, keys.stop - keys.start, keys.start - queries.start
+
+
+@lru_cache(maxsize=64)
+def _visible_at(queries: int, keys: int, offset: int, window: tuple[int, int], device: torch.device) -> torch.Tensor:
     left, right = window
-    ahead = torch.arange(keys.start, keys.stop, device=device) - torch.arange(
-        queries.start, queries.stop, device=device
-    ).unsqueeze(1)
+    ahead = offset + torch.arange(keys, device=device) - torch.arange(queries, device=device).unsqueeze(1)
     visible = torch.ones_like(ahead, dtype=torch.bool)
     if left >= 0:
         visible &= ahead >= -left
     if right >= 0:
         visible &= ahead <= right
     return visible
+
+
+@lru_cache(maxsize=64)
+def _additive_at(queries: int, keys: int, offset: int, window: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    visible = _visible_at(queries, keys, offset, window, torch.device("cpu"))
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
