@@ -9,6 +9,7 @@ prefix of cached keys go in such blocks too: torch's `is_causal` begins at the f
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ from anypool.model_executor.attention.prefix import PrefixKeys
 # Queries per block where a window or causality limits which keys are seen.
 _QUERY_BLOCK = 256
 _LEAST_QUERY_BLOCK = 16
+# Elements of a mask that is kept for the layers and batches that follow.
+_SHARED = 256 * 1024
 # Elements of the keys of a prefix, with those behind it, that are copied together at one time.
 _KEYS = 4 * 1024 * 1024
 
@@ -106,7 +109,7 @@ def _fused(
     scoring: _Scoring,
 ) -> torch.Tensor:
     """`[N, H, L, V]` of the queries and keys at these positions."""
-    mask = None if plain else _visible(queries, keys, scoring.window, q_NHLK.device)
+    mask = None if plain else _mask(queries, keys, scoring.window, q_NHLK.device, q_NHLK.dtype)
     return F.scaled_dot_product_attention(
         q_NHLK,
         k_NGSK,
@@ -210,3 +213,25 @@ def _visible(queries: slice, keys: slice, window: tuple[int, int], device: torch
     if right >= 0:
         visible_LS &= key_S <= query_L1 + right
     return visible_LS
+
+
+def _mask(
+    queries: slice, keys: slice, window: tuple[int, int], device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    """The same as torch's fused attention takes it: on a CPU to be added, or it would make that in every call.
+
+    Blocks that lie alike share it, in all layers.
+    """
+    if device.type != "cpu":
+        return _visible(queries, keys, window, device)
+    place = queries.stop - queries.start, keys.stop - keys.start, keys.start - queries.start
+    make = _additive if place[0] * place[1] <= _SHARED else _additive.__wrapped__
+    return make(*place, window, dtype)
+
+
+@lru_cache(maxsize=64)
+def _additive(queries: int, keys: int, offset: int, window: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    start = max(0, -offset)
+    places = slice(start, start + queries), slice(start + offset, start + offset + keys)
+    visible_LS = _visible(*places, window, torch.device("cpu"))
+    return torch.zeros(visible_LS.shape, dtype=dtype).masked_fill_(~visible_LS, float("-inf"))
