@@ -30,7 +30,7 @@ from anypool.engine.request import Request, check_new, check_turn, leaves
 from anypool.engine.scheduler import Scheduler
 from anypool.engine.setup import load_tokenizer, make_cache, resolve
 from anypool.errors import EngineDeadError, OverloadedError
-from anypool.model_executor.cpu import keep_freed_memory, set_up_threads
+from anypool.model_executor.cpu import give_freed_memory_back, keep_freed_memory, set_up_threads
 from anypool.model_executor.packed_batch import PackedBatch
 from anypool.model_executor.pooling_model_runner import PoolingModelRunner, RunnerOutput
 from anypool.pooling.params import PoolingParams
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 # A budget that runs out of memory is halved, but not below this: then it is the model that is too large.
 _LEAST_TOKENS = 64
+# Seconds after which memory that is kept for the next layer is given back once. It takes about 20 ms.
+_KEPT_MEMORY_S = 30.0
 
 
 class Engine:
@@ -59,8 +61,7 @@ class Engine:
         self.tokenizer = load_tokenizer(config, opened)
         token_id = None if self.tokenizer is None else self.tokenizer.token_id
         self.loaded: LoadedModel = load_pooling_model(config, opened, token_id=token_id)
-        if self.loaded.device.type == "cpu":
-            keep_freed_memory()
+        self._keeps_memory = self.loaded.device.type == "cpu" and keep_freed_memory()
         self.config = resolve(config, self.loaded, self.tokenizer)
         assert self.config.max_model_len is not None and self.config.max_num_batched_tokens is not None
         self.max_model_len = self.config.max_model_len
@@ -76,6 +77,7 @@ class Engine:
         self._stop_at: float | None = None
         self._death: BaseException | None = None
         self._beat = time.monotonic()
+        self._trimmed = self._beat
         self._tokens_per_s = 0.0
         self._thread = threading.Thread(target=self._serve, name="anypool-device", daemon=True)
         self._thread.start()
@@ -217,12 +219,19 @@ class Engine:
             while self._next():
                 self._turn(self._running)
                 self._running = ()
+                self._trim_memory()
         except BaseException as error:  # whatever it is, nobody may be left waiting
             self._death = error
             logger.exception("the device thread died")
         finally:
             self._fail_waiting()
             self._end_long()
+
+    def _trim_memory(self) -> None:
+        now = time.monotonic()
+        if self._keeps_memory and now - self._trimmed >= _KEPT_MEMORY_S:
+            self._trimmed = now
+            give_freed_memory_back()
 
     def _next(self) -> bool:
         """Takes the next batch, waiting for one; False when the engine stops."""

@@ -75,3 +75,8 @@ def keep_freed_memory() -> bool:
     libc.malloc_trim(0)
     thresholds = libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30) and libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
     return bool(thresholds and libc.mallopt(_M_ARENA_MAX, 1))
+
+
+def give_freed_memory_back() -> None:
+    """Gives the system what glibc keeps: batches of ever other sizes leave ever more of it between what is in use."""
+    ctypes.CDLL(None).malloc_trim(0)

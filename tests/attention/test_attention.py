@@ -50,7 +50,7 @@ def test_ragged_sequences_equal_a_plain_softmax(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ANYPOOL_CPU_ATTENTION", way)
-    monkeypatch.setattr(bmm, "_SCORES", 10_000)  # so that blocks of sequences are several
+    monkeypatch.setattr(bmm, "SCORES", 10_000)  # so that blocks of sequences are several
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(sum(RAGGED), heads + 2 * groups, size, generator=generator).to(dtype)
     q, k, v = qkv.split([heads, groups, groups], dim=1)  # as a fused projection gives them: not contiguous
