@@ -364,7 +364,7 @@ def test_what_a_failed_pass_computed_is_freed_before_it_is_run_again(engine: Eng
         alive.append(sum(tensor() is not None for tensor in computed))
         large = torch.ones(8)
         computed.append(weakref.ref(large))
-        if len(args[0]) > 12:
+        if len(args[0]) > 16:
             try:
                 raise ValueError("the cause")
             except ValueError:
@@ -469,7 +469,7 @@ def test_halves_of_a_failed_batch_are_not_stuck(engine: Engine) -> None:
     def hook(_: Any, args: tuple[torch.Tensor, ...]) -> None:
         ages.append(engine.health().age_s)
         engine._beat -= 1000
-        if len(args[0]) > 5:
+        if len(args[0]) > 8:
             raise RuntimeError("boom")
 
     engine.loaded.model.register_forward_pre_hook(hook)

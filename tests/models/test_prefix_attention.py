@@ -112,7 +112,7 @@ def test_attention_behind_a_prefix_equals_a_full_softmax(
     torch.testing.assert_close(actual, expected, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize(("left", "most"), [(-1, 256 * 1300 + 256 * 1556 + 88 * 1644), (9, 600 * 266)])
+@pytest.mark.parametrize(("left", "most"), [(-1, 512 * 1556 + 88 * 1644), (9, 600 * 266)])
 def test_neither_keys_after_a_block_of_queries_nor_outside_of_its_window_are_computed(
     left: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -195,6 +195,8 @@ def _blocks(run: Run, window: tuple[int, int], heads: int, *, written_out: bool)
     block = _QUERY_BLOCK
     if run.before > 0 and written_out:  # scores against a long prefix are many
         block = min(block, max(_LEAST_QUERY_BLOCK, SCORES // (heads * end)))
+    elif run.before > 0 and left < 0:  # the fused form holds few of them, and most queries see most keys
+        block = 2 * block
     for start in range(run.before, end, block):
         stop = min(end, start + block)
         lowest = 0 if left < 0 else max(0, start - left)
