@@ -54,7 +54,7 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     difference = 0.0
     for turn in range(arguments.rounds + 1):
-        query = sentence(chance, 30)
+        query = sentence(chance, 45)
         scores = {}
         for name, llm in sides.items():
             start = time.perf_counter()
