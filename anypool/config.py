@@ -16,6 +16,7 @@ from anypool.errors import ConfigError
 SEQUENCE_POOLING_TYPES = ("CLS", "LAST", "MEAN", "MAX", "WEIGHTED_MEAN", "MEAN_SQRT_LEN")
 TOKEN_POOLING_TYPES = ("ALL", "STEP")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8",)
 ACTIVATIONS = ("none", "sigmoid", "softmax", "tanh", "relu", "gelu", "silu")
 
 T = TypeVar("T")
@@ -211,7 +212,6 @@ _NOT_YET: Mapping[str, Any] = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
-    "quantization": None,
     "enable_lora": False,
 }
 # Arguments of vLLM that change no result here, and are accepted so that its users' code runs.
@@ -250,6 +250,10 @@ class EngineConfig:
     runner: str = _setting("pooling", "'pooling' or 'auto'; this engine does not generate text")
     convert: str = _setting("auto", "'auto', 'none', 'embed', 'classify' or 'reward': what a model is turned into")
     dtype: str = _setting("auto", "'auto' (the checkpoint's own), 'float32', 'bfloat16' or 'float16'")
+    quantization: str | None = _setting(None, "'int8' runs linear layers in eight bits, on the CPU")
+    min_quantized_cosine: float = _setting(
+        0.98, "mean cosine of built-in texts with the unquantised model, below which loading is refused; 0 takes any"
+    )
     max_model_len: int | None = _setting(None, "longest prompt in tokens; by default what the checkpoint says")
     pooler_config: PoolerConfig | None = _setting(None, "pooling settings that win over the checkpoint's")
     hf_overrides: Mapping[str, Any] | None = _setting(None, "keys laid over the checkpoint's config.json")
@@ -287,6 +291,14 @@ class EngineConfig:
         )
         _one_of("convert", self.convert, _CONVERSIONS)
         _one_of("dtype", self.dtype, DTYPES)
+        require(
+            self.quantization in (None, *QUANTIZATIONS),
+            f"quantization={self.quantization!r} is not supported; known: {', '.join(QUANTIZATIONS)}, or None",
+        )
+        require(
+            _is_number(self.min_quantized_cosine) and 0 <= self.min_quantized_cosine <= 1,
+            f"min_quantized_cosine={self.min_quantized_cosine!r} is not a number from 0 to 1",
+        )
         _one_of("model_impl", self.model_impl, ("auto", "native", "transformers"))
         require(
             re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None,

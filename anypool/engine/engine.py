@@ -60,7 +60,8 @@ class Engine:
         opened = open_model(config)
         self.tokenizer = load_tokenizer(config, opened)
         token_id = None if self.tokenizer is None else self.tokenizer.token_id
-        self.loaded: LoadedModel = load_pooling_model(config, opened, token_id=token_id)
+        encode = None if self.tokenizer is None else self.tokenizer.encode
+        self.loaded: LoadedModel = load_pooling_model(config, opened, token_id=token_id, encode=encode)
         self._keeps_memory = self.loaded.device.type == "cpu" and keep_freed_memory()
         self.config = resolve(config, self.loaded, self.tokenizer)
         assert self.config.max_model_len is not None and self.config.max_num_batched_tokens is not None

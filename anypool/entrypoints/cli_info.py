@@ -10,6 +10,7 @@ from torch import nn
 
 from anypool.adapters.heads import Head, labels_of
 from anypool.adapters.load import LoadedModel
+from anypool.adapters.quantization import Quantization
 from anypool.adapters.rerank_templates import Manifest
 from anypool.config import EngineConfig
 from anypool.engine.engine import Engine
@@ -51,6 +52,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": str(loaded.device),
+        "quantization": None if loaded.quantization is None else _quantization(loaded.quantization),
         "tasks": [task.value for task in engine.supported_tasks],
         "attention": _attention(loaded),
         "pooling": {
@@ -84,6 +86,7 @@ def as_text(facts: dict[str, Any]) -> str:
         ("parameters", f"{facts['parameters']:,}"),
         ("dtype", facts["dtype"]),
         ("device", facts["device"]),
+        ("quantization", _quantization_line(facts["quantization"])),
         ("tasks", ", ".join(facts["tasks"])),
         ("attention", _attention_line(facts["attention"])),
         *((name, _setting(setting)) for name, setting in facts["pooling"].items() if _says_something(name, setting)),
@@ -99,6 +102,24 @@ def as_text(facts: dict[str, Any]) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _quantization(quantization: Quantization) -> dict[str, Any]:
+    return {
+        "layers": len(quantization.layers.quantized),
+        "kept_layers": list(quantization.layers.kept),
+        "mean_cosine": quantization.mean_cosine,
+        "min_cosine": quantization.min_cosine,
+    }
+
+
+def _quantization_line(facts: dict[str, Any] | None) -> str:
+    if facts is None:
+        return "none"
+    return (
+        f"int8, {facts['layers']} layers, {len(facts['kept_layers'])} kept; cosine with the unquantised model: "
+        f"mean {facts['mean_cosine']:.4f}, lowest {facts['min_cosine']:.4f}"
+    )
 
 
 def _longest(facts: dict[str, Any]) -> str:

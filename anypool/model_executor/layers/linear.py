@@ -63,7 +63,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(nothing, requires_grad=False)
 
     def unpack(self) -> None:
-        """Undoes `pack`."""
+        """Undoes `pack`; what was rounded stays rounded."""
         plain = torch.cat([product.plain_weight() for product in self.products])
         self.weight = nn.Parameter(plain, requires_grad=False)
         self.products = ()
@@ -96,6 +96,6 @@ class GatedLinear(Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         if self.products:
             gate, up = self.products
-            return up(x, mul=gate(x, act=self.act))
+            return gate.gated(x, up, self.act)
         gated, y = F.linear(x, self.weight, self.bias).chunk(2, dim=-1)
         return self.act(gated) * y

@@ -33,8 +33,11 @@ class Product(Protocol):
         mul: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
+    def gated(self, x: torch.Tensor, up: Product, act: Activation) -> torch.Tensor:
+        """act(this product of x) times `up` of x, which is computed the same way."""
+
     def plain_weight(self) -> torch.Tensor:
-        """The weight as it was given."""
+        """The weight, as exactly as it is held."""
 
 
 MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
@@ -69,6 +72,9 @@ class OneDnnProduct:
             operation, algorithm = ("none", "") if act is None else act.onednn
             y = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, operation, [], algorithm)
         return y
+
+    def gated(self, x: torch.Tensor, up: Product, act: Activation) -> torch.Tensor:
+        return up(x, mul=self(x, act=act))
 
     def plain_weight(self) -> torch.Tensor:
         weight: torch.Tensor = self.weight.to_dense()
