@@ -62,7 +62,7 @@ class EngineMetrics:
         looked_up_tokens: Tokens that were looked for in the prefix cache.
         batches: Forward passes.
         chunks: Those that ran a part of a long prompt.
-        padding_tokens: Tokens that attention padded near lengths with.
+        padding_tokens: Tokens that filled forward passes up to a common number of rows.
         failed_batches: Forward passes that raised.
         out_of_memory: Those of them that ran out of memory.
         batch_tokens, batch_sequences: Sizes of forward passes.
@@ -107,6 +107,7 @@ class EngineMetrics:
         self.batches += 1
         self.chunks += not pieces[0].is_last
         self.computed_tokens += tokens
+        self.padding_tokens += output.padding_tokens
         self.batch_tokens.observe(tokens)
         self.batch_sequences.observe(len(pieces))
         self.batch_fill.observe(tokens / budget)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from anypool.model_executor.packed_batch import PackedBatch
+from anypool.model_executor.packed_batch import PackedBatch, common_rows
 from anypool.pooling.plan import PoolingPlan
 from anypool.pooling.pooler import ChunkedPooling, PooledGroup
 
@@ -22,11 +22,13 @@ class RunnerOutput:
         results: Per sequence `[E]`, or `[tokens, E]` for token-level tasks: float32 on the CPU, each in memory of its
             own, so that who keeps or pickles one has no other's. Empty where a chunk ended before its prompt did.
         are_finite: Whether each result is.
+        padding_tokens: Tokens that filled the batch up to a common number of rows.
         forward_s, pool_s: Seconds in the backbone and in the poolers. On a GPU the first is the time to launch it.
     """
 
     results: list[torch.Tensor]
     are_finite: list[bool]
+    padding_tokens: int
     forward_s: float
     pool_s: float
 
@@ -56,7 +58,7 @@ class PoolingModelRunner:
         forwarded = time.perf_counter()
         groups = self.model.pooler(_with_cached_rows(hidden_TD, batch), batch.segments, plans)
         results = _to_host(groups, len(plans))
-        return RunnerOutput(results, _are_finite(results), forwarded - began, time.perf_counter() - forwarded)
+        return self._output(batch, results, began, forwarded)
 
     @torch.inference_mode()
     def begin_chunks(self, batch: PackedBatch, plan: PoolingPlan) -> ChunkedPooling:
@@ -89,7 +91,13 @@ class PoolingModelRunner:
         forwarded = time.perf_counter()
         pooling.update(hidden_TD, batch.input_ids_T)
         results = _to_host([pooling.result()], 1) if is_last else []
-        return RunnerOutput(results, _are_finite(results), forwarded - began, time.perf_counter() - forwarded)
+        return self._output(batch, results, began, forwarded)
+
+    def _output(self, batch: PackedBatch, results: list[torch.Tensor], began: float, forwarded: float) -> RunnerOutput:
+        tokens = batch.input_ids_T.shape[0]
+        padding = common_rows(tokens) - tokens if self.device.type == "cpu" else 0
+        ended = time.perf_counter()
+        return RunnerOutput(results, _are_finite(results), padding, forwarded - began, ended - forwarded)
 
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         tokens = batch.input_ids_T.shape[0]

@@ -79,6 +79,8 @@ def test_callers_that_arrive_together_share_a_batch(engine: Engine) -> None:
     run(main)
     assert engine.metrics.batches <= 2
     assert engine.metrics.batch_sequences.sum == 16
+    assert engine.metrics.computed_tokens == 16 * 5
+    assert 0 <= engine.metrics.padding_tokens <= 16
 
 
 def test_a_call_has_requests_and_results_in_the_order_of_its_prompts(engine: Engine) -> None:
