@@ -254,6 +254,8 @@ class Engine:
             self._end_long()
         self._drop(gone)
         due = [request for request in requests if request not in gone] if gone else requests
+        if self._long is None or self._long.request not in due:  # not for every chunk
+            self.metrics.started(due, now)
         if len(due) == 1 and len(due[0]) > self._scheduler.max_tokens and self.config.enable_chunked_prefill:
             self._run_chunk(due[0])
         elif due:
@@ -307,9 +309,9 @@ class Engine:
         self._failed([request], failure, tokens=tokens)
 
     def _pieces(self, requests: Sequence[Request]) -> list[Piece]:
-        if self._cache is not None and self._cache.shares_prefixes:
-            return self._cache.whole(requests)
-        return [Piece(request, len(request)) for request in requests]
+        if self._cache is None:
+            return [Piece(request, len(request)) for request in requests]
+        return self._cache.whole(requests)
 
     def _batch(self, pieces: Sequence[Piece]) -> PackedBatch:
         pad_token_id = self.loaded.config.pad_token_id

@@ -101,6 +101,11 @@ class EngineMetrics:
             self.prompt_tokens += len(request)
             self.truncated += request.num_truncated_tokens > 0
 
+    def started(self, requests: Sequence[Request], now: float) -> None:
+        """Counts how long requests waited for their first forward pass."""
+        for request in requests:
+            self.queue_s.observe(now - request.submitted)
+
     def ran(self, pieces: Sequence[Piece], output: RunnerOutput, *, budget: int) -> None:
         """Counts a forward pass."""
         tokens = sum(map(len, pieces))

@@ -98,9 +98,9 @@ class KVCache:
 
     def whole(self, requests: Sequence[Request]) -> list[Piece]:
         """Pieces that finish prompts in one pass. Prompts of one pass share what they have in common as well."""
-        if not self.shares_prefixes:
-            return [Piece(request, len(request)) for request in requests]
         pieces = [Piece(request, len(request)) for request in requests]
+        if not self.shares_prefixes:
+            return pieces
         coming: dict[bytes, int] = {}
         with self._all_or_nothing(pieces):
             for piece in pieces:

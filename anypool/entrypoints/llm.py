@@ -17,7 +17,7 @@ from anypool.config import EngineConfig, is_int
 from anypool.engine.engine import Engine
 from anypool.engine.preparation import PromptOptions
 from anypool.engine.prompts import Prompt, as_prompt_list, check_text
-from anypool.engine.request import Request
+from anypool.engine.request import Request, leaves
 from anypool.engine.spans import check_span_lists, check_spans
 from anypool.entrypoints.scoring import Scores, as_pairs, as_query_and_documents, score_pairs
 from anypool.errors import InvalidParameterError
@@ -287,6 +287,7 @@ class LLM:
                 request_id=requests[0].request_id,
                 outputs=ScoringOutput(score),
                 prompt_token_ids=[i for request in requests for i in request.token_ids],
+                num_cached_tokens=sum(map(_num_cached_tokens, requests)),
                 num_truncated_tokens=sum(request.num_truncated_tokens for request in requests),
                 num_windows=max(_num_windows(request) for request in requests),
             )
@@ -459,10 +460,14 @@ def _common(request: Request) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
         "prompt_token_ids": request.token_ids,
-        "num_cached_tokens": request.num_cached_tokens,
+        "num_cached_tokens": _num_cached_tokens(request),
         "num_truncated_tokens": request.num_truncated_tokens,
         "num_windows": _num_windows(request),
     }
+
+
+def _num_cached_tokens(request: Request) -> int:
+    return sum(one.num_cached_tokens for one in leaves([request]))
 
 
 def _num_windows(request: Request) -> int:

@@ -80,6 +80,7 @@ def test_callers_that_arrive_together_share_a_batch(engine: Engine) -> None:
     assert engine.metrics.batches <= 2
     assert engine.metrics.batch_sequences.sum == 16
     assert engine.metrics.computed_tokens == 16 * 5
+    assert engine.metrics.queue_s.count == 16
     assert 0 <= engine.metrics.padding_tokens <= 16
 
 

@@ -138,6 +138,7 @@ def test_memory_of_a_long_prompt_does_not_grow_with_its_chunks(checkpoint: Path)
         llm.engine._runner.run_chunk = watched
         vectors(llm, [prompt])
         assert len(kept) == 8
+        assert llm.engine.metrics.queue_s.count == 1
         assert set(kept) == {32}, "one row"
         assert llm.engine._cache is not None
         assert llm.engine._cache.pool.num_free == llm.engine._cache.pool.num_blocks
