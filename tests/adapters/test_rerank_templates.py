@@ -506,3 +506,20 @@ def test_a_chat_template_in_the_tokenizers_files_must_be_a_text() -> None:
     edit_json(folder / "tokenizer_config.json", lambda config: config.update(chat_template=several))
     with loaded(folder) as llm:  # the files' own template wins over the one that is known
         assert prompts_of(llm, ["cat"]) == [ids_of(folder, rendered("cat"))]
+
+
+def test_the_template_and_the_query_are_computed_once_for_all_documents() -> None:
+    folder = checkpoint("Qwen3-Reranker-0.6B")
+    documents = ["the cat", "a long story about the mat", "none"]
+    with loaded(folder, enable_prefix_caching=False) as alone, loaded(folder) as sharing:
+        assert sharing.engine.config.enable_prefix_caching, "as a causal reranker with a template has it"
+        expected = alone.score("a cat", documents, use_tqdm=False)
+        outputs = sharing.score("a cat", documents, use_tqdm=False)
+        assert_close(
+            torch.tensor([output.outputs.score for output in outputs]),
+            torch.tensor([output.outputs.score for output in expected]),
+        )
+        cached = sorted(output.num_cached_tokens for output in outputs)
+        assert cached[0] == 0
+        assert cached[1] == cached[2] >= 16
+        assert not any(output.num_cached_tokens for output in expected)
