@@ -12,11 +12,11 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
 
-from anypool.adapters.load import LoadedModel, load_pooling_model, open_model
 from anypool.adapters.rerank_templates import TemplatedPrompt
 from anypool.config import EngineConfig
 from anypool.engine.batch import make_batch
@@ -28,9 +28,9 @@ from anypool.engine.preparation import Preparation, PromptOptions
 from anypool.engine.prompts import Prompt, TextPair
 from anypool.engine.request import Request, check_new, check_turn, leaves
 from anypool.engine.scheduler import Scheduler
-from anypool.engine.setup import load_tokenizer, make_cache, resolve
+from anypool.engine.setup import load, make_cache, resolve
 from anypool.errors import EngineDeadError, OverloadedError
-from anypool.model_executor.cpu import give_freed_memory_back, keep_freed_memory, set_up_threads
+from anypool.model_executor.cpu import give_freed_memory_back, keep_freed_memory, run_apart, set_up_threads
 from anypool.model_executor.packed_batch import PackedBatch
 from anypool.model_executor.pooling_model_runner import PoolingModelRunner, RunnerOutput
 from anypool.pooling.params import PoolingParams
@@ -57,11 +57,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         set_up_threads()
-        opened = open_model(config)
-        self.tokenizer = load_tokenizer(config, opened)
-        token_id = None if self.tokenizer is None else self.tokenizer.token_id
-        encode = None if self.tokenizer is None else self.tokenizer.encode
-        self.loaded: LoadedModel = load_pooling_model(config, opened, token_id=token_id, encode=encode)
+        self.tokenizer, self.loaded = run_apart(partial(load, config))
         self._keeps_memory = self.loaded.device.type == "cpu" and keep_freed_memory()
         self.config = resolve(config, self.loaded, self.tokenizer)
         assert self.config.max_model_len is not None and self.config.max_num_batched_tokens is not None

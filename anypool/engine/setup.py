@@ -1,10 +1,10 @@
-"""What an engine decides once, when it starts: limits, and what its key-value cache does."""
+"""What an engine does once, when it starts: load, and decide on limits and what its key-value cache does."""
 
 from __future__ import annotations
 
 import logging
 
-from anypool.adapters.load import LoadedModel, OpenedModel
+from anypool.adapters.load import LoadedModel, OpenedModel, load_pooling_model, open_model
 from anypool.config import EngineConfig
 from anypool.engine.pieces import KVCache, device_memory, num_blocks
 from anypool.engine.tokenization import Tokenizer
@@ -23,8 +23,16 @@ _TOKENIZER_FILES = (
 )
 
 
-def load_tokenizer(config: EngineConfig, opened: OpenedModel) -> Tokenizer | None:
-    """The tokenizer; None where the user wants none, or the checkpoint has none."""
+def load(config: EngineConfig) -> tuple[Tokenizer | None, LoadedModel]:
+    """The tokenizer, None where the user wants none or the checkpoint has none, and the model."""
+    opened = open_model(config)
+    tokenizer = _load_tokenizer(config, opened)
+    token_id = None if tokenizer is None else tokenizer.token_id
+    encode = None if tokenizer is None else tokenizer.encode
+    return tokenizer, load_pooling_model(config, opened, token_id=token_id, encode=encode)
+
+
+def _load_tokenizer(config: EngineConfig, opened: OpenedModel) -> Tokenizer | None:
     if config.skip_tokenizer_init:
         return None
     if config.tokenizer is not None:

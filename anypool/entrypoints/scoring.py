@@ -19,6 +19,7 @@ from anypool.engine.prompts import Prompt, TextPair, check_text
 from anypool.engine.request import Request
 from anypool.errors import InvalidParameterError, InvalidPromptError, UnsupportedTaskError
 from anypool.kernels.maxsim import maxsim
+from anypool.model_executor.cpu import run_apart
 from anypool.pooling.params import PoolingParams
 from anypool.pooling.similarity import similarity
 from anypool.pooling.tasks import PoolingTask
@@ -188,7 +189,9 @@ def _embeddings(
     pairs = [(sides[0][a], sides[1][b]) for a, b in zip(left, right, strict=True)]
     if not pairs:
         return []
-    scores_N = compare(torch.stack([a[1] for a, _ in pairs]), torch.stack([b[1] for _, b in pairs]))
+    scores_N = run_apart(
+        lambda: compare(torch.stack([a[1] for a, _ in pairs]), torch.stack([b[1] for _, b in pairs]))
+    )
     return [(score, [a[0], b[0]]) for score, (a, b) in zip(scores_N, pairs, strict=True)]
 
 
@@ -198,6 +201,6 @@ def _late_interaction(
     distinct = list(dict.fromkeys([*left, *right]))
     requests, results = run(distinct, PoolingTask.TOKEN_EMBED, params, options)
     vectors = dict(zip(distinct, zip(requests, results, strict=True), strict=True))
-    return [
-        (maxsim(vectors[a][1], vectors[b][1]), [vectors[a][0], vectors[b][0]]) for a, b in zip(left, right, strict=True)
-    ]
+    pairs = [(vectors[a], vectors[b]) for a, b in zip(left, right, strict=True)]
+    scores = run_apart(lambda: [maxsim(a[1], b[1]) for a, b in pairs])
+    return [(score, [a[0], b[0]]) for score, (a, b) in zip(scores, pairs, strict=True)]
