@@ -189,9 +189,7 @@ def _embeddings(
     pairs = [(sides[0][a], sides[1][b]) for a, b in zip(left, right, strict=True)]
     if not pairs:
         return []
-    scores_N = run_apart(
-        lambda: compare(torch.stack([a[1] for a, _ in pairs]), torch.stack([b[1] for _, b in pairs]))
-    )
+    scores_N = run_apart(lambda: compare(torch.stack([a[1] for a, _ in pairs]), torch.stack([b[1] for _, b in pairs])))
     return [(score, [a[0], b[0]]) for score, (a, b) in zip(scores_N, pairs, strict=True)]
 
 

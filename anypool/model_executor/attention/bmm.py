@@ -3,6 +3,7 @@ CPUs it is the fast one."""
 
 from __future__ import annotations
 
+import math
 import os
 from functools import cache
 
@@ -14,7 +15,7 @@ CPU_ATTENTION = "ANYPOOL_CPU_ATTENTION"
 # Scores that exist at one time, in elements. 4 Mi fp32 scores are 16 MiB: near the size of a last-level cache.
 SCORES = 4 * 1024 * 1024
 # Below this length the products are too small to make up for the copies.
-_SHORTEST = 32
+_SHORTEST = 8
 
 
 def bmm_is_faster(q_THK: torch.Tensor, length: int) -> bool:
@@ -45,7 +46,7 @@ def bmm_attention(
     v_NGSK: torch.Tensor,
     *,
     scale: float,
-    hidden: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -56,7 +57,8 @@ def bmm_attention(
         k_NGSK: Keys, G dividing H.
         v_NGSK: Values.
         scale: Factor on the scores.
-        hidden: Bool, where a query does not see a key: `[L, R]` or `[N, 1, 1, R]`, about the last R keys.
+        mask: Added to the scores, -infinity where a query does not see a key: `[L, R]` or `[N, 1, 1, R]`, about the
+            last R keys.
         softcap: c in c tanh(score / c), or None.
         sinks_H: `[H]` scores that take part in the softmax without a value, or None.
 
@@ -65,26 +67,74 @@ def bmm_attention(
     """
     n, heads, queries, _ = q_NHLK.shape
     out_NLHK = q_NHLK.new_empty(n, queries, heads, v_NGSK.shape[-1])
+    is_plain = softcap is None and sinks_H is None and q_NHLK.dtype == torch.bfloat16
     step = max(1, SCORES // (heads * queries * k_NGSK.shape[2]))
     for first in range(0, n, step):
         some = slice(first, first + step)
-        scores_NHLS = _scores(q_NHLK[some], k_NGSK[some], scale)
-        if softcap is not None:
-            scores_NHLS = (scores_NHLS.float() / softcap).tanh_().mul_(softcap)
-        if hidden is not None:
-            last = scores_NHLS[..., -hidden.shape[-1] :]
-            last.masked_fill_(hidden if hidden.dim() == 2 else hidden[some], float("-inf"))
-        out_NLHK[some] = _values(_softmax(scores_NHLS, sinks_H), v_NGSK[some]).transpose(1, 2)
+        q, k, v = q_NHLK[some], k_NGSK[some], v_NGSK[some]
+        own = mask if mask is None or mask.dim() == 2 else mask[some]
+        out_NHLK = out_NLHK[some].transpose(1, 2)
+        if not (is_plain and _attend_without_maximum(q, k, v, own, scale, out_NHLK)):
+            out_NHLK.copy_(_values(_softmax(_scores(q, k, own, scale, softcap), sinks_H), v))
     return out_NLHK.transpose(1, 2)
 
 
-def _scores(q_NHLK: torch.Tensor, k_NGSK: torch.Tensor, scale: float) -> torch.Tensor:
+# Powers of two up to 2^100 and sums down to 2^-100 are far from bfloat16's ends, 2^127 and 2^-126.
+_LARGEST_EXPONENT = 100
+_BITS_OF_LARGEST = int(torch.tensor(float(_LARGEST_EXPONENT), dtype=torch.bfloat16).view(torch.int16))
+
+
+def _attend_without_maximum(
+    q_NHLK: torch.Tensor,
+    k_NGSK: torch.Tensor,
+    v_NGSK: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    out_NHLK: torch.Tensor,
+) -> bool:
+    """Attention by powers of two of the scores as they are, divided by their sums at the end.
+
+    softmax(x) is 2^y / sum 2^y with y = x log2(e). A softmax first subtracts the largest score, so that nothing
+    overflows; where nothing would, that is a pass over the scores saved, and the division is one over the smaller
+    result. In bfloat16 it has the same accuracy, in less than half the time.
+
+    Returns:
+        Whether `out_NHLK` was written; if not, a score or a sum is too large, too small or not a number.
+    """
+    powers_NHLS = _scores(q_NHLK, k_NGSK, mask, scale * math.log2(math.e))
+    # Positive floats order like the integers of their bits, NaN above all; negative ones are negative integers. torch
+    # finds the largest integer ten times faster than the largest bfloat16.
+    if powers_NHLS.view(torch.int16).amax() > _BITS_OF_LARGEST:
+        return False
+    sums_NHL1 = powers_NHLS.exp2_().sum(-1, keepdim=True)
+    if not sums_NHL1.amin() >= 2.0**-_LARGEST_EXPONENT:
+        return False
+    torch.div(_values(powers_NHLS, v_NGSK), sums_NHL1, out=out_NHLK)
+    return True
+
+
+def _scores(
+    q_NHLK: torch.Tensor,
+    k_NGSK: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
     n, heads, queries, size = q_NHLK.shape
     groups, keys = k_NGSK.shape[1:3]
     q = q_NHLK.reshape(n * groups, heads // groups * queries, size)
     k = k_NGSK.reshape(n * groups, keys, size).transpose(1, 2)
     # The factor inside the product rounds less, and is one pass less, than one on the queries or the scores.
-    return torch.baddbmm(q.new_zeros(1, 1, 1), q, k, beta=0, alpha=scale).view(n, heads, queries, keys)
+    if softcap is None and mask is not None and mask.dim() == 4 and mask.shape[-1] == keys:
+        # So is the mask.
+        start = mask.expand(n, groups, 1, keys).reshape(n * groups, 1, keys)
+        return torch.baddbmm(start, q, k, alpha=scale).view(n, heads, queries, keys)
+    scores_NHLS = torch.baddbmm(q.new_zeros(1, 1, 1), q, k, beta=0, alpha=scale).view(n, heads, queries, keys)
+    if softcap is not None:
+        scores_NHLS = (scores_NHLS.float() / softcap).tanh_().mul_(softcap)
+    if mask is not None:
+        scores_NHLS[..., -mask.shape[-1] :].add_(mask)
+    return scores_NHLS
 
 
 def _softmax(scores_NHLS: torch.Tensor, sinks_H: torch.Tensor | None) -> torch.Tensor:

@@ -9,13 +9,13 @@ prefix of cached keys go in such blocks too: torch's `is_causal` begins at the f
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from anypool.model_executor.attention.bmm import SCORES, bmm_attention, bmm_is_faster
+from anypool.model_executor.attention.masks import additive, visible
 from anypool.model_executor.attention.metadata import AttentionMetadata, Run
 from anypool.model_executor.attention.padded import is_padded
 from anypool.model_executor.attention.prefix import PrefixKeys
@@ -23,8 +23,6 @@ from anypool.model_executor.attention.prefix import PrefixKeys
 # Queries per block where a window or causality limits which keys are seen.
 _QUERY_BLOCK = 256
 _LEAST_QUERY_BLOCK = 16
-# Elements of a mask that is kept for the layers and batches that follow.
-_SHARED = 256 * 1024
 # Elements of the keys of a prefix, with those behind it, that are copied together at one time.
 _KEYS = 4 * 1024 * 1024
 
@@ -71,7 +69,7 @@ def grouped_attention(
     pads = _pads(attn, scoring, q_THK)
     if pads:
         for group in attn.padded_groups(window):
-            out_THK[group.rows] = group.attend(q_THK, k_TGK, v_TGK, scale=scale, causal=window[1] == 0)
+            group.attend(q_THK, k_TGK, v_TGK, out_THK, scale=scale, causal=window[1] == 0)
     for run in _parts(attn, k_TGK[0].numel()):
         if pads and is_padded(run.length, window):
             continue
@@ -109,7 +107,11 @@ def _fused(
     scoring: _Scoring,
 ) -> torch.Tensor:
     """`[N, H, L, V]` of the queries and keys at these positions."""
-    mask = None if plain else _mask(queries, keys, scoring.window, q_NHLK.device, q_NHLK.dtype)
+    mask = None
+    if not plain:
+        # On a CPU torch would make an additive mask of a bool one in every call.
+        masking = (queries, keys, scoring.window, q_NHLK.device)
+        mask = additive(*masking, q_NHLK.dtype) if q_NHLK.device.type == "cpu" else visible(*masking)
     return F.scaled_dot_product_attention(
         q_NHLK,
         k_NGSK,
@@ -138,7 +140,7 @@ def _written_out(
         k_NGSK,
         v_NGSV,
         scale=scoring.scale,
-        hidden=None if plain else ~_visible(queries, edge, scoring.window, q_NHLK.device),
+        mask=None if plain else additive(queries, edge, scoring.window, q_NHLK.device, q_NHLK.dtype),
         softcap=scoring.softcap,
         sinks_H=scoring.sinks_H,
     )
@@ -202,38 +204,3 @@ def _blocks(run: Run, window: tuple[int, int], heads: int, *, written_out: bool)
         lowest = 0 if left < 0 else max(0, start - left)
         highest = end if right < 0 else min(end, stop + right)
         yield slice(start, stop), slice(lowest, highest), run.before > 0 and stop - start == 1
-
-
-def _visible(queries: slice, keys: slice, window: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """`[queries, keys]` bool: may the query see the key."""
-    left, right = window
-    query_L1 = torch.arange(queries.start, queries.stop, device=device).unsqueeze(1)
-    key_S = torch.arange(keys.start, keys.stop, device=device)
-    visible_LS = torch.ones(len(query_L1), len(key_S), dtype=torch.bool, device=device)
-    if left >= 0:
-        visible_LS &= key_S >= query_L1 - left
-    if right >= 0:
-        visible_LS &= key_S <= query_L1 + right
-    return visible_LS
-
-
-def _mask(
-    queries: slice, keys: slice, window: tuple[int, int], device: torch.device, dtype: torch.dtype
-) -> torch.Tensor:
-    """The same as torch's fused attention takes it: on a CPU to be added, or it would make that in every call.
-
-    Blocks that lie alike share it, in all layers.
-    """
-    if device.type != "cpu":
-        return _visible(queries, keys, window, device)
-    place = queries.stop - queries.start, keys.stop - keys.start, keys.start - queries.start
-    make = _additive if place[0] * place[1] <= _SHARED else _additive.__wrapped__
-    return make(*place, window, dtype)
-
-
-@lru_cache(maxsize=64)
-def _additive(queries: int, keys: int, offset: int, window: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    start = max(0, -offset)
-    places = slice(start, start + queries), slice(start + offset, start + offset + keys)
-    visible_LS = _visible(*places, window, torch.device("cpu"))
-    return torch.zeros(visible_LS.shape, dtype=dtype).masked_fill_(~visible_LS, float("-inf"))

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from anypool.model_executor.attention.bmm import bmm_attention, bmm_is_faster
+from anypool.model_executor.attention.masks import additive, where_hidden
 
 _STEP = 16
 _SHORTEST, _LONGEST = 33, 512
@@ -30,7 +31,7 @@ class PaddedGroup:
         count, length: How many they are, and their length with padding.
         sources: `[count * length]` the row that stands at each place.
         places: The place of each of their rows.
-        hidden_NS: `[count, length]` bool: the places that are padding.
+        mask_N11S: `[count, 1, 1, length]` bfloat16, added to scores: -infinity where a place is padding.
     """
 
     rows: slice
@@ -38,27 +39,34 @@ class PaddedGroup:
     length: int
     sources: torch.Tensor
     places: torch.Tensor
-    hidden_NS: torch.Tensor
+    mask_N11S: torch.Tensor
 
     def attend(
-        self, q_THK: torch.Tensor, k_TGK: torch.Tensor, v_TGK: torch.Tensor, *, scale: float, causal: bool
-    ) -> torch.Tensor:
-        """`[rows, H, K]`."""
+        self,
+        q_THK: torch.Tensor,
+        k_TGK: torch.Tensor,
+        v_TGK: torch.Tensor,
+        out_THK: torch.Tensor,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> None:
+        """Writes its rows of `[T, H, K]`."""
         q, k, v = (
             x.index_select(0, self.sources).unflatten(0, (self.count, self.length)).transpose(1, 2)
             for x in (q_THK, k_TGK, v_TGK)
         )
         # A causal query sees nothing behind itself, and padding stands last.
-        hidden = None if causal else self.hidden_NS[:, None, None]
         if bmm_is_faster(q_THK, self.length):
-            behind = torch.ones(self.length, self.length, dtype=torch.bool).triu_(1) if causal else hidden
-            out_NHLK = bmm_attention(q, k, v, scale=scale, hidden=behind)
+            places = slice(0, self.length)
+            mask = additive(places, places, (-1, 0), q.device, q.dtype) if causal else self.mask_N11S
+            out_NHLK = bmm_attention(q, k, v, scale=scale, mask=mask)
         else:
-            mask = None if hidden is None else q.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+            mask = None if causal else self.mask_N11S
             out_NHLK = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, scale=scale, is_causal=causal, enable_gqa=True
             )
-        return out_NHLK.transpose(1, 2).flatten(0, 1).index_select(0, self.places)
+        torch.index_select(out_NHLK.transpose(1, 2).flatten(0, 1), 0, self.places, out=out_THK[self.rows])
 
 
 def is_padded(length: int, window: tuple[int, int]) -> bool:
@@ -89,7 +97,7 @@ def _group(row: int, lengths: list[int], padded: int) -> PaddedGroup:
         length=padded,
         sources=(starts_N1 + place_S.masked_fill(hidden_NS, 0)).flatten(),
         places=(~hidden_NS).flatten().nonzero().squeeze(1),
-        hidden_NS=hidden_NS,
+        mask_N11S=where_hidden(hidden_NS, torch.bfloat16)[:, None, None],
     )
 
 
