@@ -62,9 +62,8 @@ class PaddedGroup:
             mask = additive(places, places, (-1, 0), q.device, q.dtype) if causal else self.mask_N11S
             out_NHLK = bmm_attention(q, k, v, scale=scale, mask=mask)
         else:
-            mask = None if causal else self.mask_N11S
             out_NHLK = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=scale, is_causal=causal, enable_gqa=True
+                q, k, v, attn_mask=None if causal else self.mask_N11S, scale=scale, is_causal=causal, enable_gqa=True
             )
         torch.index_select(out_NHLK.transpose(1, 2).flatten(0, 1), 0, self.places, out=out_THK[self.rows])
 
