@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import threading
 import time
@@ -87,6 +86,7 @@ class AsyncEngine:
         self._small: list[_Call] = []
         self._large: deque[_Call] = deque()
         self._large_size = 0  # of all that wait
+        self._answers: dict[asyncio.AbstractEventLoop, list[tuple[_Call, BaseException | None]]] = {}
 
     async def run(
         self,
@@ -164,7 +164,7 @@ class AsyncEngine:
             self._pool.shutdown(wait=False)
             waiting, self._small, self._large = [*self._small, *self._large], [], deque()
         for call in waiting:
-            _answer(call, EngineDeadError("the engine is shut down"))
+            self._answer(call, EngineDeadError("the engine is shut down"))
 
     def _dispatch(self) -> None:
         """Hands what has arrived to idle threads."""
@@ -176,12 +176,13 @@ class AsyncEngine:
     def _work(self, calls: Sequence[_Call]) -> None:
         """On a thread: prepares calls, then queues them all, so that they can share a batch."""
         while calls:
-            ready = [call for call in calls if not call.is_over and _prepare(call)]
-            for call in ready:
-                try:
-                    self._submit(call)
-                except Exception as error:  # the caller's, whatever it is
-                    _answer(call, error)
+            ready = [call for call in calls if not call.is_over and self._prepare(call)]
+            with self.engine.together():
+                for call in ready:
+                    try:
+                        self._submit(call)
+                    except Exception as error:  # the caller's, whatever it is
+                        self._answer(call, error)
             with self._lock:
                 calls = self._next(large=self._idle_threads > 0)
                 self._idle_threads += not calls
@@ -197,10 +198,18 @@ class AsyncEngine:
         self._large_size -= call.size
         return [call]
 
+    def _prepare(self, call: _Call) -> bool:
+        try:
+            call.requests = call.prepare()
+        except BaseException as error:  # the caller's, whatever it is
+            self._answer(call, _raisable(error))
+            return False
+        return True
+
     def _submit(self, call: _Call) -> None:
         call.unfinished = len(call.requests)
         if not call.requests:
-            _answer(call)
+            self._answer(call)
         if call.is_over:
             return
         self.engine.submit(
@@ -225,16 +234,35 @@ class AsyncEngine:
             is_last = call.unfinished == 0
         error = CancelledError("a request was cancelled") if future.cancelled() else future.exception()
         if error is not None or is_last:
-            _answer(call, error)
+            self._answer(call, error)
 
+    def _answer(self, call: _Call, error: BaseException | None = None) -> None:
+        """Gives a call its results or its error, from any thread.
 
-def _prepare(call: _Call) -> bool:
-    try:
-        call.requests = call.prepare()
-    except BaseException as error:  # the caller's, whatever it is
-        _answer(call, _raisable(error))
-        return False
-    return True
+        The loop is woken once for all that are given meanwhile: those of a batch come together, and what their callers
+        ask for next comes together too.
+        """
+        with self._lock:
+            answers = self._answers.setdefault(call.loop, [])
+            answers.append((call, error))
+            if len(answers) > 1:
+                return
+        try:
+            call.loop.call_soon_threadsafe(self._deliver, call.loop)
+        except RuntimeError:  # the loop is closed: nobody waits there
+            with self._lock:
+                self._answers.pop(call.loop, None)
+
+    def _deliver(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            answers = self._answers.pop(loop, [])
+        for call, error in answers:
+            if call.answer.done():
+                continue
+            if error is not None:
+                call.answer.set_exception(error)
+            else:
+                call.answer.set_result((list(call.requests), [request.future.result() for request in call.requests]))
 
 
 def _raisable(error: BaseException) -> Exception:
@@ -251,21 +279,6 @@ def _size(prompts: object) -> int:
     if not isinstance(prompts, (list, tuple)):
         return 0  # an error, or a sequence of the caller's own
     return sum(len(prompt) if isinstance(prompt, (str, list)) else _SMALL // 64 for prompt in prompts)
-
-
-def _answer(call: _Call, error: BaseException | None = None) -> None:
-    """Gives a call its results or its error, from any thread."""
-
-    def deliver() -> None:
-        if call.answer.done():
-            return
-        if error is not None:
-            call.answer.set_exception(error)
-        else:
-            call.answer.set_result((list(call.requests), [request.future.result() for request in call.requests]))
-
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
-        call.loop.call_soon_threadsafe(deliver)
 
 
 def _expire(call: _Call) -> None:

@@ -11,7 +11,8 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Literal
 
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 # A budget that runs out of memory is halved, but not below this: then it is the model that is too large.
 _LEAST_TOKENS = 64
 # Seconds after which memory that is kept for the next layer is given back once. It takes about 20 ms.
-_KEPT_MEMORY_S = 30.0
+_KEPT_MEMORY_S = 5.0
 
 
 class Engine:
@@ -70,6 +71,7 @@ class Engine:
         self._long: LongPrompt | None = None
         self._running: Sequence[Request] = ()
         self._changed = threading.Condition()
+        self._holding = 0
         self._next_sweep = 0.0
         self._stop_at: float | None = None
         self._death: BaseException | None = None
@@ -186,6 +188,18 @@ class Engine:
             self._scheduler.add(requests)
             self._changed.notify()
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is submitted inside waits for its end, so that it can share a batch."""
+        with self._changed:
+            self._holding += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._holding -= 1
+                self._changed.notify()
+
     def _has_room(self, tokens: int) -> bool:
         waiting = self._scheduler.waiting_tokens
         return waiting == 0 or waiting + tokens <= self.config.max_queued_tokens
@@ -237,7 +251,7 @@ class Engine:
                 self._beat = time.monotonic()
                 if self._stop_at is not None and (not self._scheduler or self._beat >= self._stop_at):
                     return False
-                if requests := self._scheduler.next_batch():
+                if not self._holding and (requests := self._scheduler.next_batch()):
                     self._running = requests
                     return True
                 self._changed.wait()
