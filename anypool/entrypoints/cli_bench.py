@@ -6,7 +6,10 @@ import argparse
 import importlib.util
 import os
 import shlex
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from anypool.entrypoints.bench.driver import Plan, measure
@@ -43,13 +46,24 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures and reports. Whatever is wrong with flags is found before anything is started."""
     plan = _plan(arguments)
     out = _check_out(arguments.out)
-    results = measure(plan)
+    with _exiting_at_sigterm():
+        results = measure(plan)
     report = as_markdown(results, _command(arguments))
     sys.stdout.write(report)
     if out is not None:
         Path(f"{out}.md").write_text(report, encoding="utf-8")
         draw(results, Path(f"{out}.png"))
     return 0 if any(side.seconds for side in results.sides) else _NO_SIDE_RAN
+
+
+@contextmanager
+def _exiting_at_sigterm() -> Iterator[None]:
+    """Ends as by an exception, so that no side is left behind."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:

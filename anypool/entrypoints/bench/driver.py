@@ -110,7 +110,7 @@ class Driver:
         self.processes: dict[int, SideProcess] = {}  # by place in `sides`, those that run
 
     def run(self) -> Results:
-        """Measures. A side that fails is left out from then on."""
+        """Measures. A side that fails is left out from then on; whatever ends this ends all sides."""
         try:
             with self._counter() as counter:
                 facts = counter.ask("facts")
@@ -121,10 +121,12 @@ class Driver:
                     self._warm_up(one.name)
                     self._measure(one.name)
             self._look_inside(sets)
+            for process in self.processes.values():
+                process.close()
             return Results(self.plan, sets, self.sides)
         finally:
             for process in self.processes.values():
-                process.close()
+                process.kill()
 
     @contextmanager
     def _counter(self) -> Iterator[SideProcess]:
