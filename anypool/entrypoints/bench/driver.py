@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from anypool.entrypoints.bench.side import SideError, SideProcess, SideSpec
 from anypool.entrypoints.bench.texts import SETS, WORDS, make_texts
+from anypool.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -136,8 +137,11 @@ class Driver:
         try:
             process.ask("load", model=self.plan.model, dtype="auto", prompt="", gguf=None)
             yield process
-        finally:
             process.close()
+        except SideError as error:
+            raise EngineError(f"anypool itself cannot count the tokens: {error}") from None
+        finally:
+            process.kill()
 
     def _prepare(self, name: str, counter: SideProcess, max_tokens: int) -> TextSet:
         words = self._write("words", [" ".join(WORDS * 8)])
