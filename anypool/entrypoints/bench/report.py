@@ -23,7 +23,7 @@ def as_markdown(results: Results, command: str) -> str:
         command: What measured it.
     """
     blocks = [
-        f"# {Path(results.plan.model).name}",
+        f"# {_name(results.plan.model)}",
         "\n".join([f"- CPU: {machine()}", f"- command: `{command}`", _rounds(results)]),
         "## Sides",
         _sides(results),
@@ -36,6 +36,11 @@ def as_markdown(results: Results, command: str) -> str:
         if side.breakdown is not None:
             blocks += [f"## Where the time of {side.spec.label} goes", _breakdown(side.breakdown)]
     return "\n\n".join(blocks) + "\n"
+
+
+def _name(model: str) -> str:
+    """The end of a path: the last folder alone often says no more than "model"."""
+    return "/".join(Path(model).parts[-2:])
 
 
 def machine() -> str:
@@ -175,7 +180,7 @@ def draw(results: Results, file: Path) -> None:
     figure, panels = pyplot.subplots(1, max(1, len(run)), figsize=(5 * max(1, len(run)) + 1, height), squeeze=False)
     for axes, one in zip(panels[0], run, strict=False):
         _panel(axes, one, [side for side in results.sides if side.seconds.get(one.name)])
-    figure.suptitle(f"{Path(results.plan.model).name}, {machine()}", fontsize=9)
+    figure.suptitle(f"{_name(results.plan.model)}, {machine()}", fontsize=9)
     figure.tight_layout()
     figure.savefig(file, dpi=120)
     pyplot.close(figure)

@@ -94,7 +94,7 @@ class SideError(Exception):
 
 
 class SideProcess:
-    """The process of a side, in a session of its own so that its children end with it.
+    """The process of a side, which makes a process group of its own so that its children end with it.
 
     Args:
         spec: What to run.
@@ -114,7 +114,6 @@ class SideProcess:
                 stderr=printed,
                 text=True,
                 encoding="utf-8",
-                start_new_session=True,
                 env=_environment(spec),
             )
         assert self._process.stdin is not None and self._process.stdout is not None
