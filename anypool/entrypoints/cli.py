@@ -1,4 +1,4 @@
-"""The command line: `anypool embed`, `classify`, `reward`, `rerank`, `serve` and `info`."""
+"""The command line: `anypool embed`, `classify`, `reward`, `rerank`, `serve`, `info` and `bench`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import anypool
 from anypool.config import EngineConfig
 from anypool.engine.engine import Engine
-from anypool.entrypoints import cli_embed, cli_info, cli_scores
+from anypool.entrypoints import cli_bench, cli_embed, cli_info, cli_scores
 from anypool.entrypoints.cli_flags import add_engine_flags, engine_arguments
 from anypool.errors import AnypoolError
 
@@ -78,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     cli_scores.add_rerank(_command(commands, "rerank", "order documents by relevance to a query"))
     _add_serve(_command(commands, "serve", "serve a model over HTTP, as OpenAI's API does"))
     cli_info.add_command(_command(commands, "info", "show what a model is, how it is pooled, and who says so"))
+    cli_bench.add_command(_command(commands, "bench", "measure a model's speed beside other engines on this machine"))
     return parser
 
 

@@ -1,0 +1,8 @@
+"""ONNX Runtime through sentence-transformers."""
+
+from .pipe import serve
+from .sentence_transformers import Onnx
+
+
+def main() -> None:
+    serve(Onnx())
