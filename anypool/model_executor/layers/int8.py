@@ -1,8 +1,9 @@
 """Linear layers in eight bits on the CPU: weights per output channel, inputs per row as they come.
 
-oneDNN multiplies the integers, through operations that torch has for its compiler under private names. It takes one
-scale for a whole input, so the product is computed with the scale 1 and each row is multiplied by its own afterwards:
-what a row becomes depends on no other row, and so a text's vector on no other text of its batch.
+oneDNN multiplies the integers, through operations that torch has for its compiler under private names. Inputs are
+unsigned with a zero point in the middle, since the instructions of CPUs without AMX multiply unsigned by signed ones.
+It takes one scale for a whole input, so the product is computed with the scale 1 and each row is multiplied by its own
+afterwards: what a row becomes depends on no other row, and so a text's vector on no other text of its batch.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import torch
 from anypool.model_executor.layers.activation import Activation
 from anypool.model_executor.layers.products import Product
 
-# Inputs are cut into steps of a 126th: a scale that bfloat16 rounds down makes 126 to 126.5, and 127 would overflow.
+# Inputs are cut into steps of a 126th: a scale that bfloat16 rounds down makes up to 126.5 of it.
 _INPUT_LEVELS = 126
+_ZERO = 128
 _WEIGHT_LEVELS = 127
 # Below it everything is 0, and nothing is divided by 0.
 _LEAST = 1e-30
@@ -26,7 +28,7 @@ class QuantizedRows(NamedTuple):
     """Rows of integers and the scale of each.
 
     Attributes:
-        values: `[..., in]` int8.
+        values: `[..., in]` uint8, of which 128 stands for 0.
         scales: `[..., 1]` in the dtype that the rows had.
     """
 
@@ -35,9 +37,11 @@ class QuantizedRows(NamedTuple):
 
 
 def quantize_rows(x: torch.Tensor) -> QuantizedRows:
-    """Rows as integers from -126 to 126 times a scale; a row with NaN or infinity has such a scale."""
+    """Rows as integers from 2 to 254, 128 taken off, times a scale; a row with NaN or infinity has such a scale."""
     scales = _largest(x).clamp_(min=_LEAST).div_(_INPUT_LEVELS)
-    values = x.div(scales).round_().to(torch.int8)
+    # By way of int16, since torch narrows integers several times faster than it makes bytes of floats. Turning the
+    # highest bit adds 128.
+    values = x.div(scales).round_().to(torch.int16).to(torch.int8).view(torch.uint8).bitwise_xor_(_ZERO)
     return QuantizedRows(values, scales)
 
 
@@ -112,7 +116,7 @@ class Int8Product:
         y: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
             rows.values.reshape(-1, rows.values.shape[-1]),
             1.0,
-            0,
+            _ZERO,
             self.weight,
             self.scales,
             self.zeros,
