@@ -245,6 +245,26 @@ def test_an_engine_whose_requests_are_all_cancelled_goes_on(engine: Engine, gate
 # A full queue
 
 
+def test_what_is_submitted_together_shares_a_batch(engine: Engine) -> None:
+    requests = [prepare(engine, ids(3))[0] for _ in range(8)]
+    with engine.together():
+        for request in requests:
+            engine.submit([request])
+            time.sleep(0.005)
+        assert not any(request.future.done() for request in requests)
+    for request in requests:
+        request.future.result(timeout=30)
+    assert engine.metrics.batches == 1
+
+
+def test_what_is_submitted_together_runs_though_one_is_refused(engine: Engine) -> None:
+    [request] = prepare(engine, ids(3))
+    with pytest.raises(InvalidRequestError), engine.together():
+        engine.submit([request])
+        engine.submit([request])
+    assert request.future.result(timeout=30).isfinite().all()
+
+
 def test_a_full_queue_refuses_only_bounded_requests(engine: Engine, gate: Gate) -> None:
     first, second, third, fourth = prepare(engine, ids(), ids(), ids(6), ids())
     engine.submit([first], bounded=True)

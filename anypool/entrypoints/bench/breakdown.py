@@ -65,8 +65,10 @@ def measure_breakdown(engine: Engine, texts: Sequence[str]) -> dict[str, float]:
     """Seconds that texts take, by `CATEGORIES`.
 
     Operations have the time that the profiler saw in them; what a run without it took longer is Python's. Of several
-    runs the fastest counts.
+    runs the fastest counts. It closes the engine: two threads that compute slow each other down even while one of them
+    waits, see `run_apart`.
     """
+    engine.close()
     _prepare(engine, texts)
     began = time.perf_counter()
     requests = _prepare(engine, texts)
