@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from anypool.model_executor.packed_batch import PackedBatch, common_rows
+from anypool.model_executor.transfers import to_host
 from anypool.pooling.plan import PoolingPlan
 from anypool.pooling.pooler import ChunkedPooling, PooledGroup
 
@@ -139,8 +140,7 @@ def _with_cached_rows(hidden_TD: torch.Tensor, batch: PackedBatch) -> torch.Tens
 def _to_host(groups: Sequence[PooledGroup], count: int) -> list[torch.Tensor]:
     """Results in the order of the batch's sequences."""
     results: list[torch.Tensor | None] = [None] * count
-    for group in groups:
-        values = group.values.to("cpu", torch.float32)
+    for group, values in zip(groups, to_host([group.values for group in groups]), strict=True):
         parts = values.unbind(0) if group.rows is None else values.split(group.rows)
         with torch.inference_mode(False):  # so that results can be used where gradients are recorded
             for request, part in zip(group.requests, parts, strict=True):

@@ -7,7 +7,8 @@ import torch
 from anypool.kernels.dispatch import uses_triton
 from anypool.kernels.score_head import reference
 
-ACTIVATIONS = ("none", "sigmoid", "softmax", "tanh", "relu", "gelu", "silu")
+# By the names of `anypool.config.ACTIVATIONS`.
+ACTIVATIONS = reference.ACTIVATIONS
 # More labels than this are a matrix product, which torch does well.
 MOST_LABELS = 32
 

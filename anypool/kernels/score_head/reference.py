@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "none": lambda scores: scores,
     "sigmoid": torch.sigmoid,
     "softmax": lambda scores: scores.softmax(dim=-1),
@@ -33,4 +33,4 @@ def score_head(
     logits_NC = F.linear(rows_ND, weight_CD, bias_C)
     if mean != 0.0 or sigma != 1.0:
         logits_NC = (logits_NC - mean) / sigma
-    return _ACTIVATIONS[activation](logits_NC)
+    return ACTIVATIONS[activation](logits_NC)
