@@ -20,7 +20,7 @@ from anypool.adapters.load import LoadedModel, load_pooling_model, open_model
 from anypool.adapters.rerank_templates import TemplatedPrompt
 from anypool.config import EngineConfig
 from anypool.engine.batch import make_batch
-from anypool.engine.faults import deadline_error, forget_tensors, is_out_of_memory, model_error, non_finite_error
+from anypool.engine.faults import deadline_error, forget_tensors, model_error, non_finite_error
 from anypool.engine.health import Health
 from anypool.engine.metrics import EngineMetrics
 from anypool.engine.pieces import LongPrompt, Piece
@@ -31,6 +31,7 @@ from anypool.engine.scheduler import Scheduler
 from anypool.engine.setup import load_tokenizer, make_cache, resolve
 from anypool.errors import EngineDeadError, OverloadedError
 from anypool.model_executor.cpu import give_freed_memory_back, keep_freed_memory, set_up_threads
+from anypool.model_executor.faults import is_out_of_memory, is_sticky
 from anypool.model_executor.packed_batch import PackedBatch
 from anypool.model_executor.pooling_model_runner import PoolingModelRunner, RunnerOutput
 from anypool.pooling.params import PoolingParams
@@ -69,7 +70,9 @@ class Engine:
         self.metrics = EngineMetrics()
         self._preparation = Preparation(self.loaded, self.tokenizer, self.max_model_len)
         self._scheduler = Scheduler(max_tokens=self.config.max_num_batched_tokens, max_seqs=self.config.max_num_seqs)
-        self._runner = PoolingModelRunner(self.loaded.model, self.loaded.device)
+        self._runner = PoolingModelRunner(
+            self.loaded.model, self.loaded.device, enforce_eager=self.config.enforce_eager
+        )
         self._cache = make_cache(self.config, self.loaded)
         self._long: LongPrompt | None = None
         self._running: Sequence[Request] = ()
@@ -315,7 +318,7 @@ class Engine:
 
     def _batch(self, pieces: Sequence[Piece]) -> PackedBatch:
         pad_token_id = self.loaded.config.pad_token_id
-        return make_batch(pieces, self.loaded.device, pad_token_id=pad_token_id, cache=self._cache)
+        return make_batch(pieces, torch.device("cpu"), pad_token_id=pad_token_id, cache=self._cache)
 
     def _ran(self, pieces: Sequence[Piece], output: RunnerOutput) -> None:
         tokens = sum(map(len, pieces))
@@ -341,6 +344,8 @@ class Engine:
     def _failed(self, requests: Sequence[Request], error: Exception, *, tokens: int) -> None:
         """Runs a failed batch in halves, a lone request once more where memory was short, or fails it."""
         self.metrics.failed_batches += 1
+        if is_sticky(error):  # there is nothing to run anything on: end, with an error for everybody who waits
+            raise error
         forget_tensors(error)
         if is_out_of_memory(error):
             self._shrink(tokens)
@@ -368,6 +373,7 @@ class Engine:
         """
         self.metrics.out_of_memory += 1
         if self.loaded.device.type == "cuda":
+            self._runner.free_graphs()
             torch.cuda.empty_cache()
         budget = self._scheduler.max_tokens
         smaller = max(_LEAST_TOKENS, tokens // 2)

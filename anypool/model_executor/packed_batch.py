@@ -87,6 +87,39 @@ class PackedBatch:
             token_type_ids_T=others[0] if others else None,
         )
 
+    def to(self, device: torch.device) -> PackedBatch:
+        """The batch on a device, moved in one copy; itself where it is there. Keys of a prefix are there already."""
+        if self.input_ids_T.device == device:
+            return self
+        segments = self.segments
+        parts = [
+            self.input_ids_T,
+            self.positions_T,
+            self.attn.cu_seqlens,
+            *(x for x in (segments.skips_N, self.token_type_ids_T) if x is not None),
+        ]
+        own_ids = segments.input_ids_T is not None and segments.input_ids_T is not self.input_ids_T
+        if own_ids:
+            assert segments.input_ids_T is not None
+            parts.append(segments.input_ids_T)
+        ids_T, positions_T, cu_seqlens, *others = to_device(parts, device)
+        skips_N = None if segments.skips_N is None else others.pop(0)
+        types_T = None if self.token_type_ids_T is None else others.pop(0)
+        return replace(
+            self,
+            input_ids_T=ids_T,
+            positions_T=positions_T,
+            attn=replace(self.attn, cu_seqlens=cu_seqlens),
+            segments=replace(
+                segments,
+                device=device,
+                input_ids_T=others.pop(0) if own_ids else ids_T,
+                bounds_N1=None if own_ids else cu_seqlens,
+                skipped_N=skips_N,
+            ),
+            token_type_ids_T=types_T,
+        )
+
     def filled(self) -> PackedBatch:
         """The same sequences, and as many of one token behind them as make the number of rows a common one.
 

@@ -363,6 +363,11 @@ class DispatchPooler(Pooler):
     def __getitem__(self, task: PoolingTask) -> Pooler:
         return cast(Pooler, self.poolers[task.value])
 
+    def graphable(self, plan: PoolingPlan) -> SequencePooler | None:
+        """The pooler of a plan whose results have the same shape for every text and need nothing from the host."""
+        pooler = self[plan.task]
+        return pooler if isinstance(pooler, SequencePooler) and not plan.spans else None
+
     def begin(self, plan: PoolingPlan, *, skip: int = 0, pad_token_id: int | None = None) -> ChunkedPooling:
         return self[plan.task].begin(plan, skip=skip, pad_token_id=pad_token_id)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from anypool.errors import EngineError
 from anypool.model_executor.attention.choice import Layer, attention_way
 from anypool.model_executor.attention.grouped import grouped_attention
 from anypool.model_executor.attention.metadata import AttentionMetadata
@@ -73,6 +74,8 @@ class Attention:
                 softcap=self.softcap,
                 sinks_H=sinks_H,
             )
+        if attn.is_static:
+            raise EngineError("a layer that runs in groups of equal lengths cannot be in a CUDA graph")
         return grouped_attention(
             q_THK,
             k_TGK,

@@ -39,12 +39,14 @@ class AttentionMetadata:
         cu_seqlens: `[N+1]` int32 on the device: sequence i is rows `cu_seqlens[i]:cu_seqlens[i+1]`.
         prompt_lengths: Tokens of the whole prompt that each sequence is a part of; `lengths` where it is all of it.
         prefix: Cached keys before the queries; None for a batch of whole prompts of which nothing is kept.
+        is_static: Whether `cu_seqlens` changes under a CUDA graph: `lengths` then say only how long one may be.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor
     prompt_lengths: tuple[int, ...]
     prefix: PrefixKeys | None = None
+    is_static: bool = False
 
     @classmethod
     def from_lengths(

@@ -48,6 +48,11 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
 
     @property
+    def depends_on_length(self) -> bool:
+        """Whether a prompt's length decides its frequencies."""
+        return self.rope_type in ("dynamic", "longrope")
+
+    @property
     def stretch(self) -> float:
         return self.factor if self.factor is not None else self.max_positions / self.original_max_positions
 

@@ -150,6 +150,7 @@ class DecoderForCausalLM(Backbone):
         super().__init__()
         self.config = config
         self.takes_prefix = config.is_causal
+        self.can_capture = not any(rope.depends_on_length for rope in config.rope.values())
         self.model = DecoderModel(config, self.style)
         self.lm_head = self.build_lm_head()
 

@@ -31,6 +31,8 @@ class Backbone(nn.Module):
         takes_prefix: Whether a prompt may be run in chunks, each attending to the cached keys of those before it:
             every layer that mixes tokens goes through `Attention`, once per forward and in the same order, and is
             causal. A class or an instance says so; False where nobody does.
+        can_capture: Whether `forward` asks nothing of the host that depends on the batch, such as `attn.lengths`, and
+            never waits for the device, so that a CUDA graph can hold it. False where nobody says so.
     """
 
     attn_type: ClassVar[Literal["decoder", "encoder_only"]]
@@ -39,6 +41,7 @@ class Backbone(nn.Module):
     ignored_checkpoint_names: ClassVar[Sequence[str]] = ()
 
     takes_prefix: bool = False
+    can_capture: bool = False
     config: ModelConfig
 
     def forward(
