@@ -28,7 +28,7 @@ from anypool.engine.preparation import Preparation, PromptOptions
 from anypool.engine.prompts import Prompt, TextPair
 from anypool.engine.request import Request, check_new, check_turn, leaves
 from anypool.engine.scheduler import Scheduler
-from anypool.engine.setup import load_tokenizer, make_cache, resolve
+from anypool.engine.setup import load_tokenizer, make_cache, plan_gpu_memory, resolve
 from anypool.errors import EngineDeadError, OverloadedError
 from anypool.model_executor.cpu import give_freed_memory_back, keep_freed_memory, set_up_threads
 from anypool.model_executor.faults import is_out_of_memory, is_sticky
@@ -74,6 +74,8 @@ class Engine:
             self.loaded.model, self.loaded.device, enforce_eager=self.config.enforce_eager
         )
         self._cache = make_cache(self.config, self.loaded)
+        if self.loaded.device.type == "cuda":
+            plan_gpu_memory(self.config, self.loaded, self._cache, graphs=self._runner.graphs is not None)
         self._long: LongPrompt | None = None
         self._running: Sequence[Request] = ()
         self._changed = threading.Condition()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
 import torch
+from torch import nn
 
 from anypool.kernels.dispatch import uses_triton
 from anypool.kernels.varlen_attention import LARGEST_HEAD
@@ -56,6 +58,25 @@ def choose_attention(layer: Layer, *, has_varlen: bool, has_triton: bool) -> Way
 def attention_way(layer: Layer, x: torch.Tensor) -> Way:
     """The choice for tensors that lie where `x` does."""
     return choose_attention(layer, has_varlen=has_varlen(x.device), has_triton=uses_triton(x))
+
+
+def attention_ways(model: nn.Module, device: torch.device, dtype: torch.dtype) -> dict[str, int]:
+    """How many layers of a native model take which way with whole prompts; empty where layers decide in each call."""
+    head_size = getattr(getattr(model, "config", None), "head_size", 0)
+    there = torch.empty(0, device=device)
+    found: Counter[str] = Counter()
+    for module in model.modules():
+        attend = getattr(module, "attend", None)
+        if attend is not None and hasattr(attend, "softcap"):
+            layer = Layer(
+                dtype=dtype,
+                key_size=head_size,
+                value_size=head_size,
+                has_softcap=attend.softcap is not None,
+                has_bias=bool(getattr(model, "has_attention_bias", False)),
+            )
+            found[attention_way(layer, there)] += 1
+    return dict(found)
 
 
 @cache

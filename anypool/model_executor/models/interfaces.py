@@ -26,6 +26,7 @@ class Backbone(nn.Module):
         default_pooling_type: Pooling type where neither the user nor the checkpoint says one.
         checkpoint_renames: Regular expressions that turn checkpoint names into parameter names.
         ignored_checkpoint_names: Regular expressions of tensors that a checkpoint may hold and nobody needs.
+        has_attention_bias: Whether a table is added to the scores of every layer.
 
     Attributes:
         takes_prefix: Whether a prompt may be run in chunks, each attending to the cached keys of those before it:
@@ -39,6 +40,7 @@ class Backbone(nn.Module):
     default_pooling_type: ClassVar[str]
     checkpoint_renames: ClassVar[Renames] = ()
     ignored_checkpoint_names: ClassVar[Sequence[str]] = ()
+    has_attention_bias: ClassVar[bool] = False
 
     takes_prefix: bool = False
     can_capture: bool = False
