@@ -106,14 +106,11 @@ class StaticInputs:
         self._pin = device.type == "cuda"
         self._bytes = staged(parts, pin=False).to(device)
         ids_T, positions_T, cu_seqlens, skips_N, *types = views_of(self._bytes, parts)
-        lengths = (bucket.tokens, *(0,) * (bucket.sequences - 1))  # the longest that one may be
         self.batch = PackedBatch(
             input_ids_T=ids_T,
             positions_T=positions_T,
-            attn=AttentionMetadata(lengths, cu_seqlens, lengths, is_static=True),
-            segments=Segments(
-                lengths, (0,) * bucket.sequences, device, ids_T, like.segments.pad_token_id, cu_seqlens, skips_N
-            ),
+            attn=AttentionMetadata((), cu_seqlens, (bucket.tokens,), is_static=True),
+            segments=Segments((), (), device, ids_T, like.segments.pad_token_id, cu_seqlens, skips_N),
             token_type_ids_T=types[0] if types else None,
         )
 

@@ -51,7 +51,7 @@ class Segments:
         input_ids_T: `[T]` the packed token ids, for the types that look at them.
         pad_token_id: What LAST_NOT_PAD passes over; None for nothing.
         bounds_N1, skipped_N: `cu_seqlens` and `skips_N`, where they are on the device already. In a CUDA graph they
-            are all that counts: `lengths` and `skips` are those of the batch that it was captured with.
+            are all there is: `lengths` and `skips` are empty.
     """
 
     lengths: tuple[int, ...]
