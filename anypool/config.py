@@ -215,7 +215,7 @@ _NOT_YET: Mapping[str, Any] = {
     "enable_lora": False,
 }
 # Arguments of vLLM that change no result here, and are accepted so that its users' code runs.
-_HARMLESS = ("disable_log_stats", "gpu_memory_utilization", "seed", "swap_space")
+_HARMLESS = ("disable_log_stats", "seed", "swap_space")
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
 
@@ -271,6 +271,7 @@ class EngineConfig:
     )
     block_size: int = _setting(16, "tokens per block of the key-value cache: prefixes are shared in whole blocks")
     kv_cache_memory_fraction: float = _setting(0.1, "share of the device's memory that the prefix cache may take")
+    gpu_memory_utilization: float = _setting(0.9, "most of a GPU's memory that is taken, as a share; none is reserved")
     stuck_after_s: float = _setting(120.0, "seconds after which a forward pass that has not ended is called stuck")
     download_dir: str | None = _setting(None, "where hub downloads are kept")
     served_model_name: str | None = _setting(None, "the model's name over HTTP; by default as given")
@@ -313,6 +314,10 @@ class EngineConfig:
         require(
             _is_number(self.kv_cache_memory_fraction) and 0 < self.kv_cache_memory_fraction <= 0.9,
             f"kv_cache_memory_fraction={self.kv_cache_memory_fraction!r} is not a number above 0 and up to 0.9",
+        )
+        require(
+            _is_number(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1,
+            f"gpu_memory_utilization={self.gpu_memory_utilization!r} is not a number above 0 and up to 1",
         )
         require(
             _is_number(self.stuck_after_s) and self.stuck_after_s > 0,

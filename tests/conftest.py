@@ -6,15 +6,16 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 NETWORK = os.environ.get("ANYPOOL_NETWORK_TESTS") == "1"
 if not NETWORK:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    import torch
-
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))

@@ -289,6 +289,9 @@ def pick_device(asked: str) -> torch.device:
 def pick_dtype(asked: str, config: ModelConfig, device: torch.device, *, quantized: bool = False) -> torch.dtype:
     """The dtype asked for; "auto" is the checkpoint's own, or half precision around quantised layers.
 
+    Gemma's hidden states grow beyond what float16 holds: it runs in bfloat16 in its place, or is refused where float16
+    is asked for.
+
     A CPU multiplies no float16 fast, and bfloat16 only with instructions for it: there a half-precision checkpoint runs
     in bfloat16 where the CPU has them, and in float32 elsewhere.
     """
@@ -297,6 +300,13 @@ def pick_dtype(asked: str, config: ModelConfig, device: torch.device, *, quantiz
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name not in known:
         raise ConfigError(f"{config.name}: config.json has dtype {name!r}; pass dtype= one of {', '.join(known)}")
+    if device.type != "cpu" and name == "float16" and config.model_type.startswith("gemma"):
+        if asked == "float16":
+            raise ConfigError(
+                f"dtype='float16': the hidden states of {config.name} ({config.model_type}) grow beyond what float16 "
+                "holds; use dtype='bfloat16' or 'float32'"
+            )
+        return torch.bfloat16
     if device.type != "cpu" or name == "float32":
         return known[name]
     fast = torch.bfloat16 if _cpu_has_bfloat16() else torch.float32

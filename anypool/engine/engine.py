@@ -21,7 +21,7 @@ import torch
 from anypool.adapters.rerank_templates import TemplatedPrompt
 from anypool.config import EngineConfig
 from anypool.engine.batch import make_batch
-from anypool.engine.faults import deadline_error, forget_tensors, is_out_of_memory, model_error, non_finite_error
+from anypool.engine.faults import deadline_error, forget_tensors, model_error, non_finite_error
 from anypool.engine.health import Health
 from anypool.engine.metrics import EngineMetrics
 from anypool.engine.pieces import LongPrompt, Piece
@@ -29,9 +29,10 @@ from anypool.engine.preparation import Preparation, PromptOptions
 from anypool.engine.prompts import Prompt, TextPair
 from anypool.engine.request import Request, check_new, check_turn, leaves
 from anypool.engine.scheduler import Scheduler
-from anypool.engine.setup import load, make_cache, resolve
+from anypool.engine.setup import load, make_cache, plan_gpu_memory, resolve
 from anypool.errors import EngineDeadError, OverloadedError
 from anypool.model_executor.cpu import give_freed_memory_back, keep_freed_memory, run_apart, set_up_threads
+from anypool.model_executor.faults import is_out_of_memory, is_sticky
 from anypool.model_executor.packed_batch import PackedBatch
 from anypool.model_executor.pooling_model_runner import PoolingModelRunner, RunnerOutput
 from anypool.pooling.params import PoolingParams
@@ -66,8 +67,12 @@ class Engine:
         self.metrics = EngineMetrics()
         self._preparation = Preparation(self.loaded, self.tokenizer, self.max_model_len)
         self._scheduler = Scheduler(max_tokens=self.config.max_num_batched_tokens, max_seqs=self.config.max_num_seqs)
-        self._runner = PoolingModelRunner(self.loaded.model, self.loaded.device)
+        self._runner = PoolingModelRunner(
+            self.loaded.model, self.loaded.device, enforce_eager=self.config.enforce_eager
+        )
         self._cache = make_cache(self.config, self.loaded)
+        if self.loaded.device.type == "cuda":
+            plan_gpu_memory(self.config, self.loaded, self._cache, graphs=self._runner.graphs is not None)
         self._long: LongPrompt | None = None
         self._running: Sequence[Request] = ()
         self._changed = threading.Condition()
@@ -325,7 +330,7 @@ class Engine:
 
     def _batch(self, pieces: Sequence[Piece]) -> PackedBatch:
         pad_token_id = self.loaded.config.pad_token_id
-        return make_batch(pieces, self.loaded.device, pad_token_id=pad_token_id, cache=self._cache)
+        return make_batch(pieces, torch.device("cpu"), pad_token_id=pad_token_id, cache=self._cache)
 
     def _ran(self, pieces: Sequence[Piece], output: RunnerOutput) -> None:
         tokens = sum(map(len, pieces))
@@ -351,6 +356,8 @@ class Engine:
     def _failed(self, requests: Sequence[Request], error: Exception, *, tokens: int) -> None:
         """Runs a failed batch in halves, a lone request once more where memory was short, or fails it."""
         self.metrics.failed_batches += 1
+        if is_sticky(error):  # there is nothing to run anything on: end, with an error for everybody who waits
+            raise error
         forget_tensors(error)
         if is_out_of_memory(error):
             self._shrink(tokens)
@@ -378,6 +385,7 @@ class Engine:
         """
         self.metrics.out_of_memory += 1
         if self.loaded.device.type == "cuda":
+            self._runner.free_graphs()
             torch.cuda.empty_cache()
         budget = self._scheduler.max_tokens
         smaller = max(_LEAST_TOKENS, tokens // 2)

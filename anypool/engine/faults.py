@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import traceback
 
-import torch
-
 from anypool.engine.request import Request
 from anypool.errors import (
     AnypoolError,
@@ -14,14 +12,7 @@ from anypool.errors import (
     NonFiniteResultError,
     OutOfMemoryError,
 )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was short, on the device or on the host."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    # What torch raises for the host has no class of its own.
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+from anypool.model_executor.faults import is_out_of_memory
 
 
 def forget_tensors(error: BaseException | None) -> None:

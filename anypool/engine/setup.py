@@ -9,6 +9,8 @@ from anypool.config import EngineConfig
 from anypool.engine.pieces import KVCache, device_memory, num_blocks
 from anypool.engine.tokenization import Tokenizer
 from anypool.errors import ConfigError
+from anypool.model_executor.cuda_graphs import MAX_TOKENS
+from anypool.model_executor.gpu_memory import cap_memory, plan_memory
 from anypool.model_executor.weights.repository import Repository
 
 logger = logging.getLogger(__name__)
@@ -90,6 +92,40 @@ def make_cache(config: EngineConfig, loaded: LoadedModel) -> KVCache | None:
         ),
         shares_prefixes=bool(config.enable_prefix_caching),
     )
+
+
+def plan_gpu_memory(config: EngineConfig, loaded: LoadedModel, cache: KVCache | None, *, graphs: bool) -> None:
+    """Says what a model on a GPU will take of its memory, and sees to it that it takes no more than it may.
+
+    Args:
+        config: The resolved settings.
+        loaded: The model.
+        cache: The key-value cache, where there is one.
+        graphs: Whether CUDA graphs are captured.
+    """
+    assert config.max_num_batched_tokens is not None
+    cap_memory(loaded.device, config.gpu_memory_utilization)
+    plan = plan_memory(
+        loaded.model,
+        loaded.config,
+        total=device_memory(loaded.device),
+        utilization=config.gpu_memory_utilization,
+        batched_tokens=config.max_num_batched_tokens,
+        graph_tokens=MAX_TOKENS if graphs else 0,
+        cache_tokens=0 if cache is None else cache.store.num_blocks * cache.store.block_size,
+        dtype=loaded.dtype,
+    )
+    if plan.fits:
+        logger.info("%s takes about %s", loaded.config.name, plan)
+    else:
+        logger.warning(
+            "%s takes about %s, which is more than gpu_memory_utilization=%g allows: lower max_num_batched_tokens, now "
+            "%d, or batches that do not fit will be run in halves",
+            loaded.config.name,
+            plan,
+            config.gpu_memory_utilization,
+            config.max_num_batched_tokens,
+        )
 
 
 def _max_model_len(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer | None) -> int:

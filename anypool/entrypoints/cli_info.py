@@ -15,6 +15,7 @@ from anypool.adapters.rerank_templates import Manifest
 from anypool.config import EngineConfig
 from anypool.engine.engine import Engine
 from anypool.entrypoints.cli_flags import add_engine_flags, engine_arguments
+from anypool.model_executor.attention.choice import attention_ways
 from anypool.model_executor.registry import is_encoder_model
 from anypool.pooling.heads import LMHeadRows, Normalize
 
@@ -146,6 +147,7 @@ def _attention(loaded: LoadedModel) -> dict[str, Any]:
         "causal": config.is_causal and not is_encoder_model(type(loaded.model)),
         "sliding_window": config.sliding_window,
         "softcap": config.attention_softcap,
+        "layers": attention_ways(loaded.model, loaded.device, loaded.dtype),
     }
 
 
@@ -215,7 +217,8 @@ def _attention_line(attention: dict[str, Any]) -> str:
         parts.append(f"sliding window of {attention['sliding_window']:,} tokens")
     if attention["softcap"] is not None:
         parts.append(f"scores soft-capped at {attention['softcap']:g}")
-    return ", ".join(parts)
+    ways = ", ".join(f"{count} layers by {way}" for way, count in attention["layers"].items())
+    return ", ".join(parts) + (f" ({ways})" if ways else "")
 
 
 def _scores(facts: dict[str, Any]) -> list[tuple[str, str]]:

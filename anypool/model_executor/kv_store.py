@@ -58,6 +58,10 @@ class KVStore:
         keys.index_copy_(0, slots_S, k_SGK)
         values.index_copy_(0, slots_S, v_SGV)
 
+    def slots(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[S, G, K]` keys and `[S, G, V]` values of all slots of a layer that was written."""
+        return self._layers[layer]
+
     @torch.no_grad()
     def read_blocks(self, layer: int, blocks_B: torch.Tensor, k_SGK: torch.Tensor, v_SGV: torch.Tensor) -> None:
         """Copies whole blocks into contiguous `[B * block_size, G, ...]` tensors of the caller's.

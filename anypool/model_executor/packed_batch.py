@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 
 from anypool.model_executor.attention import AttentionMetadata, PrefixKeys
+from anypool.model_executor.transfers import to_device
 from anypool.pooling.methods import Segments
 
 
@@ -59,24 +61,62 @@ class PackedBatch:
         """
         assert sequences and all(sequences), "a batch holds at least one sequence, each with at least one token"
         lengths = tuple(len(ids) for ids in sequences)
-        input_ids_T = torch.tensor([i for ids in sequences for i in ids], dtype=torch.int64, device=device)
         skipped = tuple(skips) if skips is not None else (0,) * len(lengths)
         before = tuple(starts) if starts is not None else (0,) * len(lengths)
         assert before == (prefix.lengths if prefix is not None else (0,) * len(lengths)), "starts without their keys"
         ends = tuple(start + length for start, length in zip(before, lengths, strict=True))
         prompts = tuple(prompt_lengths) if prompt_lengths is not None else ends
         assert all(end <= prompt for end, prompt in zip(ends, prompts, strict=True)), "a prompt is too short"
-        segments = Segments(lengths, skipped, device, input_ids_T, pad_token_id)
-        types_T = None
+        parts = [
+            torch.tensor([i for ids in sequences for i in ids], dtype=torch.int64),
+            positions(lengths, before),
+            torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
+        ]
+        if any(skipped):
+            parts.append(torch.tensor(skipped, dtype=torch.int32))
         if token_types is not None and any(types is not None for types in token_types):
-            types_T = torch.tensor(
-                [t for types, n in zip(token_types, lengths, strict=True) for t in (types or (0,) * n)], device=device
-            )
+            types = [t for own, n in zip(token_types, lengths, strict=True) for t in (own or (0,) * n)]
+            parts.append(torch.tensor(types, dtype=torch.int64))
+        input_ids_T, positions_T, cu_seqlens, *others = to_device(parts, device)
+        skips_N = others.pop(0) if any(skipped) else None
         return cls(
             input_ids_T=input_ids_T,
-            positions_T=_positions(segments, before),
-            attn=AttentionMetadata.from_lengths(lengths, device, prompt_lengths=prompts, prefix=prefix),
-            segments=segments,
+            positions_T=positions_T,
+            attn=AttentionMetadata(lengths, cu_seqlens, prompts, prefix),
+            segments=Segments(lengths, skipped, device, input_ids_T, pad_token_id, cu_seqlens, skips_N),
+            token_type_ids_T=others[0] if others else None,
+        )
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """The batch on a device, moved in one copy; itself where it is there. Keys of a prefix are there already."""
+        if self.input_ids_T.device == device:
+            return self
+        segments = self.segments
+        parts = [
+            self.input_ids_T,
+            self.positions_T,
+            self.attn.cu_seqlens,
+            *(x for x in (segments.skips_N, self.token_type_ids_T) if x is not None),
+        ]
+        own_ids = segments.input_ids_T is not None and segments.input_ids_T is not self.input_ids_T
+        if own_ids:
+            assert segments.input_ids_T is not None
+            parts.append(segments.input_ids_T)
+        ids_T, positions_T, cu_seqlens, *others = to_device(parts, device)
+        skips_N = None if segments.skips_N is None else others.pop(0)
+        types_T = None if self.token_type_ids_T is None else others.pop(0)
+        return replace(
+            self,
+            input_ids_T=ids_T,
+            positions_T=positions_T,
+            attn=replace(self.attn, cu_seqlens=cu_seqlens),
+            segments=replace(
+                segments,
+                device=device,
+                input_ids_T=others.pop(0) if own_ids else ids_T,
+                bounds_N1=None if own_ids else cu_seqlens,
+                skipped_N=skips_N,
+            ),
             token_type_ids_T=types_T,
         )
 
@@ -100,12 +140,12 @@ class PackedBatch:
         )
 
 
-def _positions(segments: Segments, starts: tuple[int, ...]) -> torch.Tensor:
-    if not any(starts):
-        return segments.positions_T
-    starts_N = torch.tensor(starts, dtype=torch.int64, device=segments.device)
-    total = sum(segments.lengths)
-    return segments.positions_T + starts_N.repeat_interleave(segments.lengths_N, output_size=total)
+def positions(lengths: Sequence[int], starts: Sequence[int]) -> torch.Tensor:
+    """`[T]` int64 position of each token in its prompt, of which `starts` tokens come before the sequence."""
+    lengths_N = torch.tensor(lengths, dtype=torch.int64)
+    offsets_N = torch.tensor(starts, dtype=torch.int64) - (lengths_N.cumsum(0) - lengths_N)
+    total = sum(lengths)
+    return torch.arange(total) + offsets_N.repeat_interleave(lengths_N, output_size=total)
 
 
 def common_rows(rows: int) -> int:

@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 
+from anypool.kernels.dispatch import has_triton
+from anypool.kernels.varlen_attention import LARGEST_HEAD
+from anypool.model_executor.cuda_graphs import CudaGraphs
 from anypool.model_executor.packed_batch import PackedBatch, common_rows
+from anypool.model_executor.transfers import to_host
 from anypool.pooling.plan import PoolingPlan
-from anypool.pooling.pooler import ChunkedPooling, PooledGroup
+from anypool.pooling.pooler import ChunkedPooling, DispatchPooler, PooledGroup, SequencePooler
 
 
 @dataclass(frozen=True)
@@ -39,26 +43,63 @@ class PoolingModelRunner:
     Args:
         model: A pooling model: a backbone with a `pooler`.
         device: Where it runs.
+        enforce_eager: Whether CUDA graphs are never captured.
+        graphs: Captured forward passes, in place of those that are made where the model and the device allow it.
     """
 
-    def __init__(self, model: Any, device: torch.device) -> None:
+    def __init__(
+        self, model: Any, device: torch.device, *, enforce_eager: bool = False, graphs: CudaGraphs | None = None
+    ) -> None:
         self.model = model
         self.device = device
+        self.graphs = graphs
+        if graphs is None and not enforce_eager and can_capture(model, device):
+            self.graphs = CudaGraphs(self.compute, device)
 
     @torch.inference_mode()
     def run(self, batch: PackedBatch, plans: Sequence[PoolingPlan]) -> RunnerOutput:
         """Runs whole prompts, or what is left of them after their cached prefixes.
 
         Args:
-            batch: The packed sequences, on the model's device.
+            batch: The packed sequences, on the host or the model's device.
             plans: One per sequence.
         """
         began = time.perf_counter()
-        hidden_TD = self._forward(batch)
+        plan = self._shared_plan(plans)
+        captured = self.graphs.run(batch, plan) if self.graphs is not None else None
         forwarded = time.perf_counter()
-        groups = self.model.pooler(_with_cached_rows(hidden_TD, batch), batch.segments, plans)
+        if captured is not None and plan is not None:
+            groups = [PooledGroup(tuple(range(len(plans))), captured.values)]
+        else:
+            batch = batch.to(self.device)
+            hidden_TD = self._forward(batch) if captured is None else captured.values
+            forwarded = time.perf_counter()
+            groups = self.model.pooler(_with_cached_rows(hidden_TD, batch), batch.segments, plans)
         results = _to_host(groups, len(plans))
-        return self._output(batch, results, began, forwarded)
+        padding = self._padding(batch) if captured is None else captured.padding_tokens
+        return _output(results, padding, began, forwarded)
+
+    def compute(self, batch: PackedBatch, plan: PoolingPlan | None) -> torch.Tensor:
+        """What a graph holds: `[T, D]` hidden states, or the `[N, E]` results that a shared plan makes of them."""
+        hidden_TD: torch.Tensor = self.model(
+            batch.input_ids_T, batch.positions_T, batch.attn, token_type_ids_T=batch.token_type_ids_T
+        )
+        if plan is None:
+            return hidden_TD
+        pooler: SequencePooler = self.model.pooler.graphable(plan)
+        return pooler.results(hidden_TD, batch.segments, plan)
+
+    def free_graphs(self) -> None:
+        """Gives the memory of captured graphs back; they are captured again when they are needed."""
+        if self.graphs is not None:
+            self.graphs.clear()
+
+    def _shared_plan(self, plans: Sequence[PoolingPlan]) -> PoolingPlan | None:
+        """The plan of all requests, where its pooler can be in a graph."""
+        pooler = self.model.pooler
+        if self.graphs is None or not isinstance(pooler, DispatchPooler) or len(set(plans)) > 1:
+            return None
+        return None if pooler.graphable(plans[0]) is None else plans[0]
 
     @torch.inference_mode()
     def begin_chunks(self, batch: PackedBatch, plan: PoolingPlan) -> ChunkedPooling:
@@ -68,6 +109,7 @@ class PoolingModelRunner:
             batch: The first chunk, the only sequence of its batch.
             plan: What the prompt gets.
         """
+        batch = batch.to(self.device)
         segments = batch.segments
         pooling: ChunkedPooling = self.model.pooler.begin(
             plan, skip=segments.skips[0], pad_token_id=segments.pad_token_id
@@ -87,17 +129,16 @@ class PoolingModelRunner:
             is_last: Whether the prompt ends with it.
         """
         began = time.perf_counter()
+        batch = batch.to(self.device)
         hidden_TD = self._forward(batch)
         forwarded = time.perf_counter()
         pooling.update(hidden_TD, batch.input_ids_T)
         results = _to_host([pooling.result()], 1) if is_last else []
-        return self._output(batch, results, began, forwarded)
+        return _output(results, self._padding(batch), began, forwarded)
 
-    def _output(self, batch: PackedBatch, results: list[torch.Tensor], began: float, forwarded: float) -> RunnerOutput:
+    def _padding(self, batch: PackedBatch) -> int:
         tokens = batch.input_ids_T.shape[0]
-        padding = common_rows(tokens) - tokens if self.device.type == "cpu" else 0
-        ended = time.perf_counter()
-        return RunnerOutput(results, _are_finite(results), padding, forwarded - began, ended - forwarded)
+        return common_rows(tokens) - tokens if self.device.type == "cpu" else 0
 
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         tokens = batch.input_ids_T.shape[0]
@@ -114,6 +155,20 @@ class PoolingModelRunner:
             if batch.keeps_hidden:
                 prefix.store.write_hidden(prefix.slots_S, hidden_TD.index_select(0, prefix.rows_S))
         return hidden_TD[:tokens]
+
+
+def can_capture(model: Any, device: torch.device) -> bool:
+    """Whether a model's forward pass fits into a CUDA graph: it asks nothing of the host, and its attention neither."""
+    return device.type == "cuda" and bool(getattr(model, "can_capture", False)) and _has_packed_attention(model)
+
+
+def _has_packed_attention(model: Any) -> bool:
+    return has_triton() and model.config.head_size <= LARGEST_HEAD
+
+
+def _output(results: list[torch.Tensor], padding: int, began: float, forwarded: float) -> RunnerOutput:
+    ended = time.perf_counter()
+    return RunnerOutput(results, _are_finite(results), padding, forwarded - began, ended - forwarded)
 
 
 def cached_rows(batch: PackedBatch, sequence: int) -> torch.Tensor | None:
@@ -139,8 +194,7 @@ def _with_cached_rows(hidden_TD: torch.Tensor, batch: PackedBatch) -> torch.Tens
 def _to_host(groups: Sequence[PooledGroup], count: int) -> list[torch.Tensor]:
     """Results in the order of the batch's sequences."""
     results: list[torch.Tensor | None] = [None] * count
-    for group in groups:
-        values = group.values.to("cpu", torch.float32)
+    for group, values in zip(groups, to_host([group.values for group in groups]), strict=True):
         parts = values.unbind(0) if group.rows is None else values.split(group.rows)
         with torch.inference_mode(False):  # so that results can be used where gradients are recorded
             for request, part in zip(group.requests, parts, strict=True):

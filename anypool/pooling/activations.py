@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
-import torch.nn.functional as F
 from torch import nn
 
 from anypool.errors import CheckpointFormatError
+from anypool.kernels import score_head
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     name: getattr(nn, name)
@@ -31,16 +28,8 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     )
 }
 
-# By the names of `anypool.config.ACTIVATIONS`.
-SCORE_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "none": lambda scores: scores,
-    "sigmoid": torch.sigmoid,
-    "softmax": lambda scores: scores.softmax(dim=-1),
-    "tanh": torch.tanh,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "silu": F.silu,
-}
+
+SCORE_ACTIVATIONS = score_head.ACTIVATIONS
 
 
 def activation_from_path(path: str, *, where: str) -> nn.Module:

@@ -30,6 +30,11 @@ class Dense(nn.Module):
         if residual and in_features != out_features:
             self.residual = nn.Linear(in_features, out_features, bias=False)
 
+    @property
+    def is_plain_product(self) -> bool:
+        """Whether it is W x + b and no more."""
+        return isinstance(self.activation, nn.Identity) and not self.use_residual
+
     def forward(self, rows_NE: torch.Tensor) -> torch.Tensor:
         out_NE: torch.Tensor = self.activation(self.linear(rows_NE))
         if not self.use_residual:

@@ -1,19 +1,22 @@
 """Pooling types: hidden states of a packed batch -> one row per sequence.
 
-The formulas are those of sentence-transformers' Pooling module. Rows of a prompt that the recipe leaves out
-(`include_prompt=False`) are skipped; WEIGHTED_MEAN keeps the weights of the remaining positions.
+The formulas are those of sentence-transformers' Pooling module, and stand in `kernels/segment_pool`. Rows of a prompt
+that the recipe leaves out (`include_prompt=False`) are skipped; WEIGHTED_MEAN (Muennighoff, arXiv:2202.08904) keeps
+the weights of the remaining positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 
-from anypool.kernels.segment_pool import segment_max, segment_rows, segment_sum
+from anypool.kernels.segment_pool import METHODS, Method, segment_pool
+from anypool.kernels.token_pool import token_pool
 
 
 class PoolingType(str, Enum):
@@ -47,6 +50,8 @@ class Segments:
         device: Where index tensors are made.
         input_ids_T: `[T]` the packed token ids, for the types that look at them.
         pad_token_id: What LAST_NOT_PAD passes over; None for nothing.
+        bounds_N1, skipped_N: `cu_seqlens` and `skips_N`, where they are on the device already. In a CUDA graph they
+            are all there is: `lengths` and `skips` are empty.
     """
 
     lengths: tuple[int, ...]
@@ -54,6 +59,8 @@ class Segments:
     device: torch.device
     input_ids_T: torch.Tensor | None = None
     pad_token_id: int | None = None
+    bounds_N1: torch.Tensor | None = None
+    skipped_N: torch.Tensor | None = None
 
     def subset(self, indices: Sequence[int]) -> Segments:
         """Some of the sequences, in the order given."""
@@ -70,81 +77,41 @@ class Segments:
         )
 
     @cached_property
-    def lengths_N(self) -> torch.Tensor:
-        return torch.tensor(self.lengths, dtype=torch.int64, device=self.device)
+    def cu_seqlens(self) -> torch.Tensor:
+        """`[N+1]` int32: sequence i is rows `cu_seqlens[i]:cu_seqlens[i+1]`."""
+        if self.bounds_N1 is not None:
+            return self.bounds_N1
+        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=self.device)
 
     @cached_property
-    def starts_N(self) -> torch.Tensor:
-        return self.lengths_N.cumsum(0) - self.lengths_N
-
-    @cached_property
-    def skips_N(self) -> torch.Tensor:
-        return torch.tensor(self.skips, dtype=torch.int64, device=self.device)
-
-    @cached_property
-    def pooled_lengths_N(self) -> torch.Tensor:
-        return self.lengths_N - self.skips_N
-
-    @cached_property
-    def positions_T(self) -> torch.Tensor:
-        """`[T]` the position of each token in its own sequence."""
-        total = sum(self.lengths)
-        tokens_T = torch.arange(total, device=self.device)
-        return tokens_T - self.starts_N.repeat_interleave(self.lengths_N, output_size=total)
-
-    @cached_property
-    def kept_T(self) -> torch.Tensor | None:
-        """Indices of the pooled tokens, or None where that is all of them."""
-        if not any(self.skips):
-            return None
-        skips_T = self.skips_N.repeat_interleave(self.lengths_N, output_size=sum(self.lengths))
-        return (self.positions_T >= skips_T).nonzero().squeeze(1)
-
-    def kept_rows(self, rows_T: torch.Tensor) -> torch.Tensor:
-        return rows_T if self.kept_T is None else rows_T.index_select(0, self.kept_T)
+    def skips_N(self) -> torch.Tensor | None:
+        """`[N]` int32 `skips`, or None where nothing is skipped."""
+        if self.skipped_N is not None:
+            return self.skipped_N
+        return torch.tensor(self.skips, dtype=torch.int32, device=self.device) if any(self.skips) else None
 
 
-def cls(hidden_TD: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """The first pooled token."""
-    return segment_rows(hidden_TD, segments.starts_N + segments.skips_N)
+def row_of(kind: PoolingType, segments: Segments) -> torch.Tensor | None:
+    """`[N]` int64: the one row of the batch that is a sequence's result, or None for a type that reduces rows."""
+    starts_N, ends_N = segments.cu_seqlens[:-1].long(), segments.cu_seqlens[1:].long()
+    match kind:
+        case PoolingType.CLS:
+            return starts_N if segments.skips_N is None else starts_N + segments.skips_N
+        case PoolingType.LAST:
+            return ends_N - 1  # whatever is skipped, which is never all
+        case PoolingType.LAST_NOT_PAD:
+            return ends_N - 1 if segments.pad_token_id is None else _last_not_pad(starts_N, segments)
+    return None
 
 
-def last(hidden_TD: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """The last token."""
-    return segment_rows(hidden_TD, segments.starts_N + segments.lengths_N - 1)
-
-
-def last_not_pad(hidden_TD: torch.Tensor, segments: Segments) -> torch.Tensor:
+def _last_not_pad(starts_N: torch.Tensor, segments: Segments) -> torch.Tensor:
     """The last token whose id is not the padding id; the first where all are."""
-    if segments.pad_token_id is None:
-        return last(hidden_TD, segments)
-    assert segments.input_ids_T is not None
-    position_T1 = (segments.positions_T * (segments.input_ids_T != segments.pad_token_id))[:, None]
-    offset_N = segment_max(position_T1, segments.lengths_N)[:, 0].to(torch.int64)
-    return segment_rows(hidden_TD, segments.starts_N + offset_N)
-
-
-def mean(hidden_TD: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """sum h / n."""
-    return _kept_sum(hidden_TD, segments) / segments.pooled_lengths_N[:, None]
-
-
-def mean_sqrt_len(hidden_TD: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """sum h / sqrt(n)."""
-    return _kept_sum(hidden_TD, segments) / segments.pooled_lengths_N[:, None].float().sqrt()
-
-
-def weighted_mean(hidden_TD: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """sum (i+1) h_i / sum (i+1), i the position in the sequence (Muennighoff, arXiv:2202.08904)."""
-    weights_T1 = (segments.kept_rows(segments.positions_T) + 1).float()[:, None]
-    weighted_TD = segments.kept_rows(hidden_TD).float() * weights_T1
-    lengths_N = segments.pooled_lengths_N
-    return segment_sum(weighted_TD, lengths_N) / segment_sum(weights_T1, lengths_N)
-
-
-def maximum(hidden_TD: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """The maximum over tokens, per dimension."""
-    return segment_max(segments.kept_rows(hidden_TD), segments.pooled_lengths_N)
+    ids_T = segments.input_ids_T
+    assert ids_T is not None and segments.pad_token_id is not None
+    place_T = torch.arange(len(ids_T), device=ids_T.device)
+    place_T = place_T.masked_fill(ids_T.eq(segments.pad_token_id), -1)
+    last_N = segment_pool(place_T.float()[:, None], segments.cu_seqlens, "MAX")[:, 0].long()
+    return torch.maximum(last_N, starts_N)
 
 
 def span_means(rows_LD: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -176,21 +143,6 @@ def span_sums(rows_LD: torch.Tensor, spans_S2: torch.Tensor) -> torch.Tensor:
     return sums_LD[ends_S] - sums_LD[starts_S]
 
 
-def _kept_sum(hidden_TD: torch.Tensor, segments: Segments) -> torch.Tensor:
-    return segment_sum(segments.kept_rows(hidden_TD), segments.pooled_lengths_N)
-
-
-_METHODS: dict[PoolingType, Callable[[torch.Tensor, Segments], torch.Tensor]] = {
-    PoolingType.CLS: cls,
-    PoolingType.LAST: last,
-    PoolingType.LAST_NOT_PAD: last_not_pad,
-    PoolingType.MEAN: mean,
-    PoolingType.MAX: maximum,
-    PoolingType.WEIGHTED_MEAN: weighted_mean,
-    PoolingType.MEAN_SQRT_LEN: mean_sqrt_len,
-}
-
-
 def pool(hidden_TD: torch.Tensor, segments: Segments, types: tuple[PoolingType, ...]) -> torch.Tensor:
     """Pools each sequence by every type and concatenates the rows in the order given.
 
@@ -202,5 +154,19 @@ def pool(hidden_TD: torch.Tensor, segments: Segments, types: tuple[PoolingType, 
     Returns:
         `[N, D * len(types)]` float32.
     """
-    rows = [_METHODS[kind](hidden_TD, segments) for kind in types]
+    rows = [_pool(hidden_TD, segments, kind) for kind in types]
     return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-1)
+
+
+def _pool(hidden_TD: torch.Tensor, segments: Segments, kind: PoolingType) -> torch.Tensor:
+    if kind is PoolingType.LAST_NOT_PAD:
+        index_N = row_of(kind, segments)
+        assert index_N is not None
+        return token_pool(hidden_TD, index_S=index_N)
+    return segment_pool(hidden_TD, segments.cu_seqlens, method_of(kind), skips_N=segments.skips_N)
+
+
+def method_of(kind: PoolingType) -> Method:
+    """What the kernel calls a sequence-level type that looks at no token ids."""
+    assert kind.value in METHODS, f"{kind} gives no row per sequence, or looks at token ids"
+    return kind.value

@@ -14,8 +14,12 @@ import torch
 from torch import nn
 
 from anypool.kernels.normalize_cut import normalize_cut
+from anypool.kernels.score_head import score_head
+from anypool.kernels.segment_pool import segment_pool
+from anypool.kernels.token_pool import Finish, token_pool
 from anypool.pooling.activations import SCORE_ACTIVATIONS
-from anypool.pooling.methods import PoolingType, Segments, pool, span_means
+from anypool.pooling.heads import Dense
+from anypool.pooling.methods import PoolingType, Segments, method_of, pool, row_of, span_means
 from anypool.pooling.plan import PoolingPlan
 from anypool.pooling.streaming import PoolingState, SpanMeans, pooling_state
 from anypool.pooling.tasks import PoolingTask
@@ -125,6 +129,8 @@ class SequencePooler(Pooler):
         head: Modules over float32 rows.
     """
 
+    head: nn.Module
+
     def __init__(self, types: tuple[PoolingType, ...], head: nn.Module) -> None:
         super().__init__()
         assert types and PoolingType.ALL not in types
@@ -132,11 +138,16 @@ class SequencePooler(Pooler):
         self.head = head
 
     def forward(self, hidden_TD: torch.Tensor, segments: Segments, plans: Sequence[PoolingPlan]) -> list[PooledGroup]:
+        by_plan = _by_plan(plans)
+        if len(by_plan) == 1:
+            [(plan, indices)] = by_plan.items()
+            return [PooledGroup(indices, self.results(hidden_TD, segments, plan))]
         rows_NE = self.head(pool(hidden_TD, segments, self.types))
-        return [
-            PooledGroup(indices, self.finish(_take(rows_NE, indices), plan))
-            for plan, indices in _by_plan(plans).items()
-        ]
+        return [PooledGroup(indices, self.finish(_take(rows_NE, indices), plan)) for plan, indices in by_plan.items()]
+
+    def results(self, hidden_TD: torch.Tensor, segments: Segments, plan: PoolingPlan) -> torch.Tensor:
+        """`[N, E]` float32 results of sequences that share a plan; nothing of it waits for the device."""
+        return self.finish(self.head(pool(hidden_TD, segments, self.types)), plan)
 
     def begin(self, plan: PoolingPlan, *, skip: int = 0, pad_token_id: int | None = None) -> ChunkedPooling:
         states = [pooling_state(kind, skip=skip, pad_token_id=pad_token_id) for kind in self.types]
@@ -194,6 +205,18 @@ class EmbedPooler(SequencePooler):
             return _Folded(self, [SpanMeans(plan.spans)], plan)
         return super().begin(plan, skip=skip, pad_token_id=pad_token_id)
 
+    def results(self, hidden_TD: torch.Tensor, segments: Segments, plan: PoolingPlan) -> torch.Tensor:
+        if not _is_empty(self.head) or len(self.types) > 1 or self.types[0] is PoolingType.LAST_NOT_PAD:
+            return super().results(hidden_TD, segments, plan)
+        return segment_pool(
+            hidden_TD,
+            segments.cu_seqlens,
+            method_of(self.types[0]),
+            skips_N=segments.skips_N,
+            dimensions=plan.dimensions,
+            normalize=plan.normalize,
+        )
+
     def finish(self, rows_NE: torch.Tensor, plan: PoolingPlan) -> torch.Tensor:
         return normalize_cut(rows_NE, dimensions=plan.dimensions, normalize=plan.normalize)
 
@@ -204,7 +227,8 @@ class TokenEmbedPooler(Pooler):
     def forward(self, hidden_TD: torch.Tensor, segments: Segments, plans: Sequence[PoolingPlan]) -> list[PooledGroup]:
         groups = []
         for plan, indices in _by_plan(plans).items():
-            values = normalize_cut(_rows_of(hidden_TD, segments, indices).float(), normalize=plan.normalize)
+            finish: Finish = "normalize" if plan.normalize else "none"
+            values = token_pool(_rows_of(hidden_TD, segments, indices), finish=finish)
             groups.append(PooledGroup(indices, values, tuple(segments.lengths[i] for i in indices)))
         return groups
 
@@ -219,6 +243,12 @@ class ScorePooler(SequencePooler):
         types: Sequence-level pooling types, concatenated.
         head: Modules over float32 rows, ending in one column per label.
     """
+
+    def results(self, hidden_TD: torch.Tensor, segments: Segments, plan: PoolingPlan) -> torch.Tensor:
+        index_N = row_of(self.types[0], segments) if len(self.types) == 1 else None
+        if index_N is not None:
+            return score_rows(self.head, hidden_TD, plan, index_N)
+        return score_rows(self.head, pool(hidden_TD, segments, self.types), plan)
 
     def finish(self, rows_NE: torch.Tensor, plan: PoolingPlan) -> torch.Tensor:
         return finish_scores(rows_NE, plan)
@@ -240,28 +270,75 @@ class TokenScorePooler(Pooler):
         for plan, indices in _by_plan(plans).items():
             rows_TD = _rows_of(hidden_TD, segments, indices)
             kept = tuple(segments.lengths[i] for i in indices)
+            index_S = None
             if plan.step_tag_id is not None:  # before the head, so that it runs on the kept rows only
                 assert segments.input_ids_T is not None
                 is_tag_T = _rows_of(segments.input_ids_T, segments, indices) == plan.step_tag_id
-                rows_TD = rows_TD[is_tag_T]
-                kept = tuple(int(part.sum()) for part in is_tag_T.split(kept))
-            groups.append(PooledGroup(indices, finish_scores(self.head(rows_TD.float()), plan), kept))
+                index_S = is_tag_T.nonzero().squeeze(1)
+                kept = tuple(int(part.sum()) for part in is_tag_T.cpu().split(kept))
+            groups.append(PooledGroup(indices, score_rows(self.head, rows_TD, plan, index_S), kept))
         return groups
 
     def begin(self, plan: PoolingPlan, *, skip: int = 0, pad_token_id: int | None = None) -> ChunkedPooling:
         return _RowByRow(self, plan)
 
 
+def score_rows(
+    head: nn.Module, rows_TD: torch.Tensor, plan: PoolingPlan, index_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What a head and a plan make of rows, its last layer with what follows in one pass where it is a plain product.
+
+    Args:
+        head: Modules over float32 rows, ending in one column per label.
+        rows_TD: `[T, D]`, any float dtype.
+        plan: How the scores are finished.
+        index_N: The rows that are scored; None for all.
+
+    Returns:
+        `[N or T, columns]` float32.
+    """
+    layers = list(head) if isinstance(head, nn.Sequential) else [head]
+    last = layers[-1] if layers else None
+    if not (isinstance(last, Dense) and last.is_plain_product and last.linear.weight.dtype == torch.float32):
+        return finish_scores(head(token_pool(rows_TD, index_S=index_N)), plan)
+    if len(layers) > 1:
+        rows_TD, index_N = token_pool(rows_TD, index_S=index_N), None
+        for layer in layers[:-1]:
+            rows_TD = layer(rows_TD)
+    weight_CD: torch.Tensor = last.linear.weight
+    bias_C: torch.Tensor | None = last.linear.bias
+    if plan.returned_columns is not None:
+        weight_CD = _columns(weight_CD.T, plan.returned_columns).T
+        bias_C = None if bias_C is None else _columns(bias_C[None], plan.returned_columns)[0]
+    scores_NC = score_head(
+        rows_TD,
+        weight_CD,
+        bias_C,
+        index_N=index_N,
+        mean=plan.logit_mean,
+        sigma=plan.logit_sigma,
+        activation=plan.activation,
+    )
+    return _reported(scores_NC, plan)
+
+
 def finish_scores(logits_NC: torch.Tensor, plan: PoolingPlan) -> torch.Tensor:
     """Chosen columns, calibration (x - mean) / sigma, activation, reported column."""
     if plan.returned_columns is not None:
-        logits_NC = logits_NC[:, list(plan.returned_columns)]
+        logits_NC = _columns(logits_NC, plan.returned_columns)
     if plan.logit_mean != 0.0 or plan.logit_sigma != 1.0:
         logits_NC = (logits_NC - plan.logit_mean) / plan.logit_sigma
-    scores_NC = SCORE_ACTIVATIONS[plan.activation](logits_NC)
-    if plan.reported_column is not None:
-        scores_NC = scores_NC[:, plan.reported_column : plan.reported_column + 1]
-    return scores_NC
+    return _reported(SCORE_ACTIVATIONS[plan.activation](logits_NC), plan)
+
+
+def _columns(rows_NC: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
+    """Some columns, by slices: an index would have to be copied to the device."""
+    return torch.cat([rows_NC[:, column : column + 1] for column in chosen], dim=1)
+
+
+def _reported(scores_NC: torch.Tensor, plan: PoolingPlan) -> torch.Tensor:
+    column = plan.reported_column
+    return scores_NC if column is None else scores_NC[:, column : column + 1]
 
 
 class DispatchPooler(Pooler):
@@ -286,6 +363,11 @@ class DispatchPooler(Pooler):
     def __getitem__(self, task: PoolingTask) -> Pooler:
         return cast(Pooler, self.poolers[task.value])
 
+    def graphable(self, plan: PoolingPlan) -> SequencePooler | None:
+        """The pooler of a plan whose results have the same shape for every text and need nothing from the host."""
+        pooler = self[plan.task]
+        return pooler if isinstance(pooler, SequencePooler) and not plan.spans else None
+
     def begin(self, plan: PoolingPlan, *, skip: int = 0, pad_token_id: int | None = None) -> ChunkedPooling:
         return self[plan.task].begin(plan, skip=skip, pad_token_id=pad_token_id)
 
@@ -301,6 +383,10 @@ class DispatchPooler(Pooler):
             for group in self[task](rows_TD, segments.subset(indices), [plans[i] for i in indices]):
                 groups.append(PooledGroup(tuple(indices[i] for i in group.requests), group.values, group.rows))
         return groups
+
+
+def _is_empty(head: nn.Module) -> bool:
+    return isinstance(head, nn.Sequential) and len(head) == 0
 
 
 def _by_plan(plans: Sequence[PoolingPlan]) -> dict[PoolingPlan, tuple[int, ...]]:

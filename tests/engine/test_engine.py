@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import threading
 import time
 import weakref
@@ -341,7 +342,12 @@ def test_callbacks_of_what_a_full_queue_drops_run_without_its_lock(engine: Engin
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError("boom"), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1")]
+    "error",
+    [
+        MemoryError("boom"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
 )
 def test_running_out_of_memory_once_is_survived_and_remembered(engine: Engine, error: Exception) -> None:
     prompts = [ids(n + 60) for n in range(20)]
@@ -570,24 +576,29 @@ def test_a_closed_llm_says_so() -> None:
         llm.embed("cat", use_tqdm=False)
 
 
+@pytest.mark.parametrize(
+    "error", [SystemExit("killed"), RuntimeError("CUDA error: an illegal memory access was encountered")], ids=repr
+)
 def test_a_dead_device_thread_fails_what_runs_what_waits_and_what_comes(
-    engine: Engine, gate: Gate, caplog: pytest.LogCaptureFixture
+    error: BaseException, engine: Engine, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """After some errors of a GPU every call fails: nothing is run again, in halves or otherwise."""
     running, neighbour, waiting, late = prepare(engine, ids(token=MARKER), ids(), ids(), ids())
-    raise_for_marker(engine.loaded.model, SystemExit("killed"))
+    raise_for_marker(engine.loaded.model, error)
+    message = f"the device thread died: {error!r}"
     engine.submit([running, neighbour])
     assert gate.entered.wait(30)
     engine.submit([waiting])
     with caplog.at_level(logging.ERROR):
         gate.open()
         for request in (running, neighbour, waiting):
-            with pytest.raises(EngineDeadError, match=r"the device thread died: SystemExit\('killed'\)"):
+            with pytest.raises(EngineDeadError, match=re.escape(message)):
                 request.future.result(30)
     assert "the device thread died" in caplog.text
     engine._thread.join(2)
     health = engine.health()
     assert health.status == "dead"
-    assert health.message == "the device thread died: SystemExit('killed')"
+    assert health.message == message
     with pytest.raises(EngineDeadError, match="the device thread died"):
         engine.submit([late])
 

@@ -54,6 +54,7 @@ ENGINE_FLAGS = {
     "--no-enable-prefix-caching",
     "--block-size",
     "--kv-cache-memory-fraction",
+    "--gpu-memory-utilization",
     "--stuck-after-s",
     "--download-dir",
     "--served-model-name",
@@ -629,7 +630,8 @@ def test_info_shows_the_head_and_who_decided(capsys: pytest.CaptureFixture[str])
     assert facts["pooling"]["activation"] == {"value": "sigmoid", "source": "user"}
     assert facts["pooling"]["score_pooling_type"] == {"value": ["CLS"], "source": "model class"}
     assert "classify" in facts["tasks"]
-    assert facts["attention"] == {"causal": False, "sliding_window": None, "softcap": None}
+    layers = {"grouped": 2}
+    assert facts["attention"] == {"causal": False, "sliding_window": None, "softcap": None, "layers": layers}
     assert facts["rerank_template"] is None
 
 
@@ -639,7 +641,7 @@ def test_info_shows_the_template_of_a_reranker(capsys: pytest.CaptureFixture[str
     shown = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     assert shown["rerank template"].strip() == "Qwen3-Reranker"
     assert shown["head"].strip() == "rows of the LM head 32 -> 1, per text"
-    assert shown["attention"].strip() == "causal"
+    assert shown["attention"].strip() == "causal (2 layers by grouped)"
 
 
 def test_info_is_aligned_text(info: Callable[..., str]) -> None:
@@ -654,7 +656,10 @@ def test_info_shows_modules_prompts_and_sizes() -> None:
         "model": "m", "architecture": "A", "class": "C", "runs": "native", "parameters": 12345, "dtype": "float32",
         "quantization": {"layers": 24, "kept_layers": ["a"], "mean_cosine": 0.99126, "min_cosine": 0.98},
         "device": "cpu", "tasks": ["embed"], "embedding_size": 256, "trained_dimensions": [128, 256],
-        "attention": {"causal": True, "sliding_window": 512, "softcap": 50.0}, "similarity": "dot",
+        "attention": {
+            "causal": True, "sliding_window": 512, "softcap": 50.0, "layers": {"triton": 26, "varlen": 2}
+        },
+        "similarity": "dot",
         "rerank_template": "T",
         "head": {
             "per": "token", "labels": ["A", "B"], "logit_mean": 1.5, "logit_sigma": 2.0,
@@ -676,7 +681,7 @@ def test_info_shows_modules_prompts_and_sizes() -> None:
         "Dense 768 -> 256, X",
         "128, 256",
         "'query: '",
-        "causal, sliding window of 512 tokens, scores soft-capped at 50",
+        "causal, sliding window of 512 tokens, scores soft-capped at 50 (26 layers by triton, 2 layers by varlen)",
         "score 768 -> 2 tanh, per token",
         "A, B",
         "(score - 1.5) / 2",

@@ -1,12 +1,13 @@
-"""MaxSim is what a plain loop over the tokens gives."""
+"""MaxSim is what a plain loop over the tokens gives, and its kernel gives the same."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from anypool.kernels.maxsim import maxsim
+from anypool.kernels.maxsim import maxsim, maxsim_pairs, reference
 from tests.helpers import assert_close
+from tests.kernels.conftest import ALL_NAN, DTYPES, bounds, random
 
 LENGTHS = [1, 7, 63, 130]
 
@@ -53,3 +54,33 @@ def test_the_largest_product_counts_even_where_all_are_negative() -> None:
 
 def test_a_query_without_tokens_scores_nothing() -> None:
     assert maxsim(torch.empty(0, 4), torch.randn(3, 4)).item() == 0.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 33, 130])
+def test_ragged_pairs_equal_one_pair_at_a_time(
+    size: int, dtype: torch.dtype, kernels: None, device: torch.device
+) -> None:
+    queries, documents = (7, 0, 1, 63, 130), (1, 63, 7, 1000)
+    queries_QE = random(sum(queries), size, device=device, dtype=dtype)
+    documents_DE = random(sum(documents), size, device=device, dtype=dtype, seed=1)
+    pairs_P2 = torch.tensor([(i, j) for i in range(5) for j in (3, 0, 2)], device=device)
+    packed = queries_QE, bounds(queries, device), documents_DE, bounds(documents, device), pairs_P2
+    expected = reference.maxsim_pairs(*packed)
+    # float32 sums of other orders, over queries of up to 130 tokens
+    torch.testing.assert_close(maxsim_pairs(*packed), expected, atol=1e-4, rtol=1e-5)
+    one = maxsim(queries_QE[8:71], documents_DE[1:64])
+    torch.testing.assert_close(one, reference.maxsim(queries_QE[8:71], documents_DE[1:64]), atol=1e-4, rtol=1e-5)
+
+
+def test_no_pairs_give_no_scores(kernels: None, device: torch.device) -> None:
+    rows, cu_seqlens = random(3, 4, device=device), bounds((3,), device)
+    none = torch.empty(0, 2, dtype=torch.int64, device=device)
+    assert maxsim_pairs(rows, cu_seqlens, rows, cu_seqlens, none).shape == (0,)
+
+
+@ALL_NAN
+def test_a_nan_is_not_passed_over(kernels: None, device: torch.device) -> None:
+    query_QE, document_DE = torch.ones(2, 4, device=device), torch.ones(3, 4, device=device)
+    document_DE[1, 0] = float("nan")
+    assert maxsim(query_QE, document_DE).isnan()

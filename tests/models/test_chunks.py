@@ -179,7 +179,7 @@ def test_positions_and_prompt_lengths_of_a_chunk_are_those_of_the_prompt() -> No
     parts = [Part(ids, 10, 14, [0, 1], 14), Part(ids, 0, 2, [2], 2)]
     batch = pack_parts(parts, KVStore(3, 8, CPU))
     assert batch.positions_T.tolist() == [10, 11, 12, 13, 0, 1]
-    assert batch.segments.positions_T.tolist() == [0, 1, 2, 3, 0, 1]
+    assert batch.segments.cu_seqlens.tolist() == [0, 4, 6]
     assert batch.attn.prompt_lengths == (30, 30)
     whole = PackedBatch.pack([ids], device=CPU)
     assert whole.attn.prompt_lengths == whole.attn.lengths

@@ -106,13 +106,15 @@ def test_one_broken_sequence_does_not_touch_its_neighbours() -> None:
         torch.testing.assert_close(a[[0, 1, 3, 4]], b[[0, 1, 3, 4]], atol=0, rtol=0)
 
 
-def test_positions_and_kept_rows_follow_the_segments() -> None:
+def test_index_tensors_follow_the_segments_or_are_those_that_are_there() -> None:
     some = segments((3, 1, 2), (1, 0, 1))
-    assert some.positions_T.tolist() == [0, 1, 2, 0, 0, 1]
-    assert some.starts_N.tolist() == [0, 3, 4]
-    assert some.kept_T is not None
-    assert some.kept_T.tolist() == [1, 2, 3, 5]
-    assert segments((3, 1, 2)).kept_T is None
+    assert some.cu_seqlens.tolist() == [0, 3, 4, 6]
+    assert some.skips_N is not None
+    assert some.skips_N.tolist() == [1, 0, 1]
+    assert segments((3, 1, 2)).skips_N is None
+    there = Segments((9,), (0,), CPU, bounds_N1=some.cu_seqlens, skipped_N=some.skips_N)
+    assert there.cu_seqlens is some.cu_seqlens
+    assert there.skips_N is some.skips_N
 
 
 def test_segment_kernels_reduce_in_float32() -> None:

@@ -2,67 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
+
+from anypool.kernels.varlen_attention.paged import PagedKeys
 
 
 def varlen_attention(
     q_THK: torch.Tensor,
     k_TGK: torch.Tensor,
-    v_TGK: torch.Tensor,
-    lengths: Sequence[int],
+    v_TGV: torch.Tensor,
+    cu_seqlens: torch.Tensor,
     *,
     scale: float,
     window: tuple[int, int] = (-1, -1),
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
+    prefix: PagedKeys | None = None,
 ) -> torch.Tensor:
-    """softmax(softcap(q k^T scale)) v within each sequence.
-
-    Args:
-        q_THK: `[T, H, K]` queries.
-        k_TGK: `[T, G, K]` keys; G divides H, each key head serves H/G consecutive query heads.
-        v_TGK: `[T, G, K]` values.
-        lengths: Tokens per sequence; they sum to T.
-        scale: Factor on the scores.
-        window: How many keys before and after its own position a query sees; -1 is no limit, so
-            (-1, 0) is causal and (-1, -1) bidirectional.
-        softcap: c in c tanh(score / c), as in Gemma 2 (arXiv:2408.00118, section 2).
-        sinks_H: `[H]` one extra score per head that takes part in the softmax and has no value, as in gpt-oss.
-
-    Returns:
-        `[T, H, K]` in the dtype of `q_THK`.
-    """
-    out_THK = torch.empty_like(q_THK)
-    groups = q_THK.shape[1] // k_TGK.shape[1]
-    start = 0
-    for length in lengths:
-        rows = slice(start, start + length)
-        q_HLK = q_THK[rows].transpose(0, 1).float()
-        k_HLK = k_TGK[rows].transpose(0, 1).float().repeat_interleave(groups, dim=0)
-        v_HLK = v_TGK[rows].transpose(0, 1).float().repeat_interleave(groups, dim=0)
-        scores_HLL = q_HLK @ k_HLK.transpose(1, 2) * scale
+    """`[T, H, V]` in the dtype of `q_THK`; arguments as for the public function."""
+    out_THV = q_THK.new_empty(*q_THK.shape[:2], v_TGV.shape[2])
+    share = q_THK.shape[1] // k_TGK.shape[1]
+    bounds = cu_seqlens.tolist()
+    for i, (start, stop) in enumerate(pairwise(bounds)):
+        q_LHK, k_SGK, v_SGV = (x[start:stop] for x in (q_THK, k_TGK, v_TGV))
+        if prefix is not None:
+            before_k, before_v = prefix.of(i)
+            k_SGK, v_SGV = torch.cat([before_k, k_SGK]), torch.cat([before_v, v_SGV])
+        q_HLK = q_LHK.transpose(0, 1).float()
+        k_HSK, v_HSV = (x.transpose(0, 1).float().repeat_interleave(share, dim=0) for x in (k_SGK, v_SGV))
+        scores_HLS = q_HLK @ k_HSK.transpose(1, 2) * scale
         if softcap is not None:
-            scores_HLL = softcap * torch.tanh(scores_HLL / softcap)
-        scores_HLL = scores_HLL.masked_fill(~_visible(length, window, q_THK.device), float("-inf"))
+            scores_HLS = softcap * torch.tanh(scores_HLS / softcap)
+        visible_LS = _visible(stop - start, len(k_SGK), window, q_THK.device)
+        scores_HLS = scores_HLS.masked_fill(~visible_LS, float("-inf"))
         if sinks_H is not None:
-            sinks_HL1 = sinks_H.float()[:, None, None].expand(-1, length, 1)
-            scores_HLL = torch.cat([scores_HLL, sinks_HL1], dim=-1)
-        probs_HLL = scores_HLL.softmax(dim=-1)[..., :length]
-        out_THK[rows] = (probs_HLL @ v_HLK).transpose(0, 1).to(out_THK.dtype)
-        start += length
-    return out_THK
+            sinks_HL1 = sinks_H.float()[:, None, None].expand(-1, stop - start, 1)
+            scores_HLS = torch.cat([scores_HLS, sinks_HL1], dim=-1)
+        probs_HLS = scores_HLS.softmax(dim=-1)[..., : len(k_SGK)]
+        out_THV[start:stop] = (probs_HLS @ v_HSV).transpose(0, 1).to(out_THV.dtype)
+    return out_THV
 
 
-def _visible(length: int, window: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """`[L, L]` bool: may query i see key j."""
-    position = torch.arange(length, device=device)
-    ahead_LL = position[None, :] - position[:, None]
+def _visible(queries: int, keys: int, window: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """`[L, S]` bool: may query i see key j. The queries stand at the last positions."""
+    query_L1 = torch.arange(keys - queries, keys, device=device).unsqueeze(1)
+    ahead_LS = torch.arange(keys, device=device) - query_L1
     left, right = window
-    visible_LL = torch.ones(length, length, dtype=torch.bool, device=device)
+    visible_LS = torch.ones_like(ahead_LS, dtype=torch.bool)
     if left >= 0:
-        visible_LL &= ahead_LL >= -left
+        visible_LS &= ahead_LS >= -left
     if right >= 0:
-        visible_LL &= ahead_LL <= right
-    return visible_LL
+        visible_LS &= ahead_LS <= right
+    return visible_LS

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from anypool.errors import EngineError
+from anypool.model_executor.attention.choice import Layer, attention_way
 from anypool.model_executor.attention.grouped import grouped_attention
 from anypool.model_executor.attention.metadata import AttentionMetadata
+from anypool.model_executor.attention.packed import kernel_attention, torch_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,31 @@ class Attention:
         Returns:
             `[T, H, K]`.
         """
+        layer = Layer(
+            dtype=q_THK.dtype,
+            key_size=q_THK.shape[2],
+            value_size=v_TGK.shape[2],
+            has_softcap=self.softcap is not None,
+            has_sinks=sinks_H is not None,
+            has_bias=bias_HMM is not None,
+            has_prefix=attn.prefix is not None and any(attn.prefix.lengths),
+        )
+        way = attention_way(layer, q_THK)
+        if way == "varlen":
+            return torch_attention(q_THK, k_TGK, v_TGK, attn, scale=self.scale, window=self.window)
+        if way == "triton":
+            return kernel_attention(
+                q_THK,
+                k_TGK,
+                v_TGK,
+                attn,
+                scale=self.scale,
+                window=self.window,
+                softcap=self.softcap,
+                sinks_H=sinks_H,
+            )
+        if attn.is_static:
+            raise EngineError("a layer that runs in groups of equal lengths cannot be in a CUDA graph")
         return grouped_attention(
             q_THK,
             k_TGK,

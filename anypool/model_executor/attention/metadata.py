@@ -39,12 +39,15 @@ class AttentionMetadata:
         cu_seqlens: `[N+1]` int32 on the device: sequence i is rows `cu_seqlens[i]:cu_seqlens[i+1]`.
         prompt_lengths: Tokens of the whole prompt that each sequence is a part of; `lengths` where it is all of it.
         prefix: Cached keys before the queries; None for a batch of whole prompts of which nothing is kept.
+        is_static: Whether `cu_seqlens` changes under a CUDA graph. Then there are no `lengths`, since who computed with
+            those of one batch would be wrong about the next; `prompt_lengths` says how long a sequence may be.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor
     prompt_lengths: tuple[int, ...]
     prefix: PrefixKeys | None = None
+    is_static: bool = False
 
     @classmethod
     def from_lengths(
@@ -71,7 +74,7 @@ class AttentionMetadata:
 
     @cached_property
     def max_length(self) -> int:
-        return max(self.lengths)
+        return max(self.prompt_lengths if self.is_static else self.lengths)
 
     def padded_groups(self, window: tuple[int, int]) -> tuple[PaddedGroup, ...]:
         """The groups of near lengths, for the layers of a window; made by the first of them."""

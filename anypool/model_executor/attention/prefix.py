@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from anypool.errors import EngineError
 from anypool.model_executor.kv_store import KVStore
@@ -72,6 +74,16 @@ class PrefixKeys:
             rows_S=torch.tensor(rows, dtype=torch.int64, device=store.device),
             slots_S=torch.tensor(slots, dtype=torch.int64, device=store.device),
         )
+
+    @cached_property
+    def lengths_N(self) -> torch.Tensor:
+        """`[N]` int32 `lengths`."""
+        return torch.tensor(self.lengths, dtype=torch.int32, device=self.store.device)
+
+    @cached_property
+    def tables_NB(self) -> torch.Tensor:
+        """`[N, blocks]` int32 `block_tables`, filled up to the longest."""
+        return pad_sequence(list(self.block_tables), batch_first=True).to(torch.int32)
 
     def extended(self, count: int) -> PrefixKeys:
         """With so many sequences behind these that have no prefix and are not stored."""

@@ -19,18 +19,20 @@ class Activation:
     Attributes:
         function: Computes it.
         onednn: What oneDNN calls it, so that a product can end with it: an operation and its algorithm.
+        kernel: What `kernels.gated` calls it; None where that has it not.
     """
 
     function: Callable[[torch.Tensor], torch.Tensor]
     onednn: tuple[str, str]
+    kernel: str | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(x)
 
 
-_GELU = Activation(F.gelu, ("gelu", "none"))
-_GELU_TANH = Activation(partial(F.gelu, approximate="tanh"), ("gelu", "tanh"))
-_SILU = Activation(F.silu, ("swish", ""))
+_GELU = Activation(F.gelu, ("gelu", "none"), "gelu")
+_GELU_TANH = Activation(partial(F.gelu, approximate="tanh"), ("gelu", "tanh"), "gelu_tanh")
+_SILU = Activation(F.silu, ("swish", ""), "silu")
 
 # "gelu" is the erf form and the others the tanh form: they differ by 1e-3, enough to fail a parity test.
 ACTIVATIONS: dict[str, Activation] = {
@@ -40,7 +42,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": _GELU_TANH,
     "silu": _SILU,
     "swish": _SILU,
-    "relu": Activation(F.relu, ("relu", "")),
+    "relu": Activation(F.relu, ("relu", ""), "relu"),
     "tanh": Activation(torch.tanh, ("tanh", "")),
 }
 

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from anypool.kernels.dispatch import uses_triton
+from anypool.kernels.gated import gated
 from anypool.model_executor.layers.activation import Activation
 from anypool.model_executor.layers.products import MakeProduct, Product
 
@@ -97,5 +99,8 @@ class GatedLinear(Linear):
         if self.products:
             gate, up = self.products
             return gate.gated(x, up, self.act)
-        gated, y = F.linear(x, self.weight, self.bias).chunk(2, dim=-1)
-        return self.act(gated) * y
+        both = F.linear(x, self.weight, self.bias)
+        if both.dim() == 2 and self.act.kernel is not None and uses_triton(both):
+            return gated(both, self.act.kernel)
+        gated_TF, y = both.chunk(2, dim=-1)
+        return self.act(gated_TF) * y

@@ -24,7 +24,10 @@ def positions_after_padding(
     if input_ids_T is None:
         return positions_T + padding_id + 1
     counts_T = input_ids_T != padding_id
-    if bool(counts_T.all()):
+    if input_ids_T.device.type == "cpu" and bool(counts_T.all()):
         return positions_T + padding_id + 1
-    counted_T = torch.cat([part.cumsum(0) for part in counts_T.to(torch.int64).split(attn.lengths)])
-    return counted_T * counts_T + padding_id
+    # Counted over the whole batch, less what was counted before the sequence: a GPU need not wait for the host.
+    running_T = counts_T.cumsum(0)
+    starts_T = torch.arange(len(positions_T), device=positions_T.device) - positions_T
+    before_T = (running_T - counts_T.long()).index_select(0, starts_T.clamp_(min=0))
+    return (running_T - before_T) * counts_T + padding_id

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+from anypool.kernels.rotary import apply_rotary
 from anypool.model_executor.attention import AttentionMetadata
+
+__all__ = ["RopeConfig", "Rotary", "apply_rotary", "frequency_length"]
 
 Frequencies = tuple[torch.Tensor, float]
 
@@ -43,6 +46,11 @@ class RopeConfig:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether a prompt's length decides its frequencies."""
+        return self.rope_type in ("dynamic", "longrope")
 
     @property
     def stretch(self) -> float:
@@ -97,17 +105,6 @@ class Rotary:
                 self._tables.clear()
             self._tables[key] = (inv_freq.to(device), factor)
         return self._tables[key]
-
-
-def apply_rotary(x_THK: torch.Tensor, cos_T1K: torch.Tensor, sin_T1K: torch.Tensor) -> torch.Tensor:
-    """Rotates the first `size` dimensions of each head; halves, not neighbours, are paired."""
-    size = cos_T1K.shape[-1]
-    half = size // 2
-    first, second = x_THK[..., :half], x_THK[..., half:size]
-    turned = x_THK[..., :size] * cos_T1K
-    turned[..., :half].addcmul_(second, sin_T1K[..., :half], value=-1)
-    turned[..., half:].addcmul_(first, sin_T1K[..., half:])
-    return turned if size == x_THK.shape[-1] else torch.cat([turned, x_THK[..., size:]], dim=-1)
 
 
 def frequency_length(config: RopeConfig, length: int) -> int:

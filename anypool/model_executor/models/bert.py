@@ -90,6 +90,7 @@ class BertModel(Backbone):
 
     attn_type = "encoder_only"
     default_pooling_type = "MEAN"
+    can_capture = True
     checkpoint_renames: ClassVar[Renames] = (
         (r"^(bert|roberta)\.", ""),
         (r"\.LayerNorm\.gamma$", ".LayerNorm.weight"),

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from anypool.kernels.dispatch import uses_triton
 from anypool.model_executor.attention import Attention, AttentionMetadata
 from anypool.model_executor.attention.layer import window_of
 from anypool.model_executor.layers.embedding import Embedding
@@ -102,6 +103,10 @@ class DecoderLayer(nn.Module):
         if self.sandwich:
             x_TD = x_TD + self.post_attention_layernorm(self.self_attn(normed_TD, rotary, attn))
             out_TD = x_TD + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x_TD)))
+        elif uses_triton(x_TD):  # the sum goes with the norm behind it
+            attended_TD = self.self_attn(normed_TD, rotary, attn)
+            normed_TD, x_TD = self.post_attention_layernorm.after_sum(attended_TD, x_TD)
+            out_TD = self.mlp(normed_TD, add=x_TD)
         else:
             x_TD = self.self_attn(normed_TD, rotary, attn, add=x_TD)
             out_TD = self.mlp(self.post_attention_layernorm(x_TD), add=x_TD)
@@ -145,6 +150,7 @@ class DecoderForCausalLM(Backbone):
         super().__init__()
         self.config = config
         self.takes_prefix = config.is_causal
+        self.can_capture = not any(rope.depends_on_length for rope in config.rope.values())
         self.model = DecoderModel(config, self.style)
         self.lm_head = self.build_lm_head()
 

@@ -26,19 +26,24 @@ class Backbone(nn.Module):
         default_pooling_type: Pooling type where neither the user nor the checkpoint says one.
         checkpoint_renames: Regular expressions that turn checkpoint names into parameter names.
         ignored_checkpoint_names: Regular expressions of tensors that a checkpoint may hold and nobody needs.
+        has_attention_bias: Whether a table is added to the scores of every layer.
 
     Attributes:
         takes_prefix: Whether a prompt may be run in chunks, each attending to the cached keys of those before it:
             every layer that mixes tokens goes through `Attention`, once per forward and in the same order, and is
             causal. A class or an instance says so; False where nobody does.
+        can_capture: Whether `forward` asks nothing of the host that depends on the batch, such as `attn.lengths`, and
+            never waits for the device, so that a CUDA graph can hold it. False where nobody says so.
     """
 
     attn_type: ClassVar[Literal["decoder", "encoder_only"]]
     default_pooling_type: ClassVar[str]
     checkpoint_renames: ClassVar[Renames] = ()
     ignored_checkpoint_names: ClassVar[Sequence[str]] = ()
+    has_attention_bias: ClassVar[bool] = False
 
     takes_prefix: bool = False
+    can_capture: bool = False
     config: ModelConfig
 
     def forward(

@@ -97,6 +97,7 @@ class ModernBertModel(Backbone):
         super().__init__()
         self.config = config
         self.embeddings = ModernBertEmbeddings(config)
+        self.can_capture = not any(rope.depends_on_length for rope in config.rope.values())
         self.layers = nn.ModuleList(
             ModernBertLayer(config, kind, first=i == 0) for i, kind in enumerate(config.layer_types)
         )

@@ -19,6 +19,8 @@ _MAX_DISTANCE = 128
 class MPNetModel(BertModel):
     """BERT without segments, with one relative position bias for all layers."""
 
+    has_attention_bias = True
+    can_capture = False  # the bias is as large as the longest sequence
     checkpoint_renames = (
         (r"^mpnet\.", ""),
         (r"^encoder\.relative_attention_bias\.", "relative_attention_bias."),

