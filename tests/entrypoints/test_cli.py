@@ -629,7 +629,7 @@ def test_info_shows_the_head_and_who_decided(capsys: pytest.CaptureFixture[str])
     assert facts["pooling"]["activation"] == {"value": "sigmoid", "source": "user"}
     assert facts["pooling"]["score_pooling_type"] == {"value": ["CLS"], "source": "model class"}
     assert "classify" in facts["tasks"]
-    layers = {"grouped": 2}
+    layers = {"grouped": 1}
     assert facts["attention"] == {"causal": False, "sliding_window": None, "softcap": None, "layers": layers}
     assert facts["rerank_template"] is None
 

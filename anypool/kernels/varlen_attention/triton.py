@@ -16,6 +16,14 @@ from anypool.kernels.varlen_attention.paged import PagedKeys
 
 
 @triton.jit
+def _tanh(x):
+    """Through the sigmoid; near 0, where that loses digits, by its series, as far as float32 goes."""
+    square = x * x
+    near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    return tl.where(square < 0.03, near, 2.0 * tl.sigmoid(2.0 * x) - 1.0)
+
+
+@triton.jit
 def _fold(
     acc,
     total,
@@ -39,7 +47,7 @@ def _fold(
         q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if SOFTCAP:
-        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # tanh
+        scores = softcap * _tanh(scores / softcap)
     scores *= 1.4426950408889634  # log2(e): exp2 is what GPUs have
     visible = (key < key_end)[None, :]
     if LEFT >= 0:
