@@ -27,3 +27,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def root() -> Path:
     """The repository."""
     return Path(__file__).parents[1]
+
+
+@pytest.fixture
+def interpreter() -> None:
+    """For tests that run kernels on a CPU. Where there is a GPU the interpreter is off, and tests/gpu has them."""
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton's interpreter is off where there is a GPU")

@@ -217,8 +217,8 @@ def _attention_line(attention: dict[str, Any]) -> str:
         parts.append(f"sliding window of {attention['sliding_window']:,} tokens")
     if attention["softcap"] is not None:
         parts.append(f"scores soft-capped at {attention['softcap']:g}")
-    ways = ", ".join(f"{count} layers by {way}" for way, count in attention["layers"].items())
-    return ", ".join(parts) + (f" ({ways})" if ways else "")
+    ways = ", ".join(f"{count} {way}" for way, count in attention["layers"].items())
+    return ", ".join(parts) + (f" (layers: {ways})" if ways else "")
 
 
 def _scores(facts: dict[str, Any]) -> list[tuple[str, str]]:

@@ -10,6 +10,12 @@ import torch
 _ALIGNMENT = 16
 
 
+def use_device(device: torch.device) -> None:
+    """Makes a GPU the calling thread's own: kernels and graphs are launched on that one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Host tensors on the device, moved in one copy that the host does not wait for. On a CPU they stay what they are.
 

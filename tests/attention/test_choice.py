@@ -43,9 +43,8 @@ def test_the_choice(layer: dict[str, Any], with_both: str, without_varlen: str, 
 @pytest.mark.parametrize("softcap", [None, 4.0])
 @pytest.mark.parametrize("window", [(-1, 0), (9, 0), (-1, -1)])
 def test_a_layer_gives_the_same_through_our_kernel(
-    window: tuple[int, int], softcap: float | None, monkeypatch: pytest.MonkeyPatch
+    window: tuple[int, int], softcap: float | None, monkeypatch: pytest.MonkeyPatch, interpreter: None
 ) -> None:
-    pytest.importorskip("triton")
     lengths = (7, 1, 40)
     q, k, v = torch.randn(sum(lengths), 8, 16).split([4, 2, 2], dim=1)
     layer, attn = Attention(scale=0.25, window=window, softcap=softcap), AttentionMetadata.from_lengths(lengths, CPU)
@@ -56,9 +55,8 @@ def test_a_layer_gives_the_same_through_our_kernel(
 
 @pytest.mark.parametrize("window", [(-1, 0), (20, 0)])
 def test_chunks_over_cached_keys_give_the_whole_prompt(
-    window: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    window: tuple[int, int], monkeypatch: pytest.MonkeyPatch, interpreter: None
 ) -> None:
-    pytest.importorskip("triton")
     q, k, v = torch.randn(50, 6, 16).split([2, 2, 2], dim=1)
     layer = Attention(scale=0.25, window=window)
     expected = layer(q, k, v, AttentionMetadata.from_lengths((50,), CPU))

@@ -630,7 +630,7 @@ def test_info_shows_the_head_and_who_decided(capsys: pytest.CaptureFixture[str])
     assert facts["pooling"]["activation"] == {"value": "sigmoid", "source": "user"}
     assert facts["pooling"]["score_pooling_type"] == {"value": ["CLS"], "source": "model class"}
     assert "classify" in facts["tasks"]
-    layers = {"grouped": 2}
+    layers = {"grouped": 1}
     assert facts["attention"] == {"causal": False, "sliding_window": None, "softcap": None, "layers": layers}
     assert facts["rerank_template"] is None
 
@@ -641,7 +641,7 @@ def test_info_shows_the_template_of_a_reranker(capsys: pytest.CaptureFixture[str
     shown = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     assert shown["rerank template"].strip() == "Qwen3-Reranker"
     assert shown["head"].strip() == "rows of the LM head 32 -> 1, per text"
-    assert shown["attention"].strip() == "causal (2 layers by grouped)"
+    assert shown["attention"].strip() == "causal (layers: 1 grouped)"
 
 
 def test_info_is_aligned_text(info: Callable[..., str]) -> None:
@@ -681,7 +681,7 @@ def test_info_shows_modules_prompts_and_sizes() -> None:
         "Dense 768 -> 256, X",
         "128, 256",
         "'query: '",
-        "causal, sliding window of 512 tokens, scores soft-capped at 50 (26 layers by triton, 2 layers by varlen)",
+        "causal, sliding window of 512 tokens, scores soft-capped at 50 (layers: 26 triton, 2 varlen)",
         "score 768 -> 2 tanh, per token",
         "A, B",
         "(score - 1.5) / 2",

@@ -93,7 +93,9 @@ def launches() -> Iterator[tuple[str, Any, Launch]]:
                 yield f"{op}[{number}]", recorder.kernel, launch
 
 
-def _attention(size: int, dtype: torch.dtype, *, prefix: bool = False, **options: Any) -> Callable[[Any], None]:
+def _attention(
+    size: int, dtype: torch.dtype, *, prefix: bool = False, longest: int = 300, **options: Any
+) -> Callable[[Any], None]:
     def call(module: Any) -> None:
         q, kv = torch.empty(300, 8, size, dtype=dtype), torch.empty(300, 2, size, dtype=dtype)
         paged = None
@@ -101,7 +103,7 @@ def _attention(size: int, dtype: torch.dtype, *, prefix: bool = False, **options
             table, lengths = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
             paged = module.PagedKeys(torch.empty(64, 2, size, dtype=dtype), kv[:64], table, lengths, 16)
         settings = {"window": (-1, -1), "softcap": None, "sinks_H": None, **options}
-        module.varlen_attention(q, kv, kv, _cu(), 300, scale=0.1, prefix=paged, **settings)
+        module.varlen_attention(q, kv, kv, _cu(), longest, scale=0.1, prefix=paged, **settings)
 
     return call
 
@@ -152,6 +154,7 @@ CALLS: dict[str, list[Callable[[Any], None]]] = {
     "score_head": [_scores(1, "sigmoid", _INDEX), _scores(3, "softmax", None), _scores(32, "gelu", None)],
     "varlen_attention": [
         _attention(32, _BF16),
+        _attention(128, _BF16, longest=16),
         _attention(64, _F16, window=(-1, 0)),
         _attention(128, _BF16, window=(4095, 0), sinks_H=torch.empty(8)),
         _attention(128, _BF16, window=(-1, 0), prefix=True),

@@ -184,10 +184,9 @@ def test_other_errors_of_a_capture_are_the_engines(words: str) -> None:
 
 @pytest.mark.parametrize("checkpoint", [tiny_llama, tiny_bert])
 def test_padded_batches_give_the_rows_of_unpadded_ones(
-    checkpoint: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, interpreter: None
 ) -> None:
     """A whole model through the interpreter: attention and poolers read the static bounds alone."""
-    pytest.importorskip("triton")
     model = load_pooling_model(EngineConfig(model=str(checkpoint()), device="cpu", use_tqdm_on_load=False)).model
     eager = PoolingModelRunner(model, CPU)
     captured = PoolingModelRunner(model, CPU)

@@ -10,14 +10,12 @@ import torch
 from tests.models.parity import chunked_states, load, packed_states, random_ids, reference_states, save_random
 from tests.models.test_native_parity import DECODER, DECODERS, ENCODER, ENCODERS
 
-pytest.importorskip("triton")
-
 TEXTS = (1, 7, 40)
 NAMES = ("llama", "qwen3", "gemma2", "gemma3", "mistral-sliding-bidirectional", "xlm-roberta", "modernbert")
 
 
 @pytest.fixture(autouse=True)
-def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def _kernels(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> None:
     monkeypatch.setenv("ANYPOOL_KERNELS", "triton")
     monkeypatch.setenv("ANYPOOL_CPU_LINEAR", "plain")  # as on a GPU, so that gates are kernels
 

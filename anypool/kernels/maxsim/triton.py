@@ -82,7 +82,7 @@ def maxsim_pairs(
             size,
             BLOCK_Q=32,
             BLOCK_D=64,
-            BLOCK_E=max(16, min(64, next_power_of_two(size))),
+            BLOCK_E=max(16, min(32, next_power_of_two(size))),
             num_warps=4,
         )
     return out_P
