@@ -80,6 +80,7 @@ class AsyncEngine:
     def __init__(self, engine: Engine | EngineConfig, *, threads: int = 4) -> None:
         assert threads >= 2
         self.engine = engine if isinstance(engine, Engine) else Engine(engine)
+        self.num_threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="anypool-prepare")
         self._lock = threading.Lock()
         self._idle_threads = threads
