@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import re
 import shlex
 import subprocess
+import warnings
 from collections.abc import Iterator
 
 import cohere
@@ -26,6 +28,15 @@ from tests.test_docs import ROOT, fences, shell_lines
 TEXTS = ["How tall is the Eiffel Tower?", "330 m", "Ein Satz auf Deutsch."]
 PAGE = ROOT / "docs" / "http-api.md"
 KEY = "key-of-the-test"
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """Not every client here can be closed, and examples leave theirs open: their sockets go with their test."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 @pytest.fixture(scope="module")
