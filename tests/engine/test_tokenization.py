@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import AutoTokenizer
 
 from anypool import PoolingTask
@@ -16,7 +17,18 @@ from anypool.engine.preparation import PromptOptions
 from anypool.engine.tokenization import Tokenizer, truncate
 from anypool.errors import CheckpointFormatError, InvalidPromptError
 from anypool.model_executor.weights.repository import Repository
-from tests.helpers import RAGGED, byte_tokenizer, copy_of, edit_json, loaded, new_folder, tiny_bert, wordpiece_tokenizer
+from tests.helpers import (
+    HIDDEN,
+    RAGGED,
+    byte_tokenizer,
+    copy_of,
+    edit_json,
+    loaded,
+    new_folder,
+    save_sentence_transformer,
+    tiny_bert,
+    wordpiece_tokenizer,
+)
 
 TEXTS = [*RAGGED, "", " ", "ü 🦊\n\x00 [CLS] </s>"]
 
@@ -170,3 +182,12 @@ def test_special_tokens_may_be_left_out_of_prompts() -> None:
             reference = AutoTokenizer.from_pretrained(tiny_bert())
             expected = [reference((prompt or "") + text, add_special_tokens=False)["input_ids"] for text in texts]
             assert [request.token_ids for request in requests] == expected
+
+
+def test_a_prompt_that_is_not_pooled_is_as_long_without_special_tokens_as_it_is() -> None:
+    folder = save_sentence_transformer(tiny_bert(), Pooling(HIDDEN, "mean", include_prompt=False))
+    with loaded(folder) as llm:
+        for special_tokens, skipped in ((True, 3), (False, 2)):
+            options = PromptOptions(special_tokens=special_tokens, prompt="the story ")
+            [request] = llm.engine.prepare(["a cat"], PoolingTask.EMBED, None, options)
+            assert request.skip == skipped

@@ -17,9 +17,10 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import AutoTokenizer
 
 from anypool import LLM, PoolingParams
-from anypool.config import EngineConfig
+from anypool.config import EngineConfig, PoolerConfig
 from anypool.engine.engine import Engine
 from anypool.entrypoints.serve.app import create_app
+from anypool.entrypoints.serve.prompt_names import NamedPrompts
 from anypool.entrypoints.server_options import ServerOptions
 from tests.entrypoints.conftest import Client
 from tests.helpers import HIDDEN, copy_of, save_sentence_transformer, tiny_bert, tiny_llama
@@ -185,6 +186,41 @@ def test_words_for_documents_and_other_uses(server: Client, engines: dict[str, E
     close(rows("prompted", task="retrieval.passage"), embeddings(engines["prompted"], TEXTS, prompt_name="document"))
     close(rows("prompted", input_type="clustering"), embeddings(engines["prompted"], TEXTS))
     close(rows("minilm", input_type="search_document"), embeddings(engines["minilm"], TEXTS))
+
+
+@pytest.mark.parametrize(
+    ("word", "chosen"),
+    [
+        ("search_query", ("query", None)),
+        ("Query", ("query", None)),
+        ("retrieval.passage", (None, "")),  # documents stand bare, even where there is a default prompt
+        ("separation", ("clustering", None)),
+        ("classification", (None, None)),
+        ("sts", ("STS", None)),
+        ("own", ("own", None)),
+    ],
+)
+def test_words_for_uses_find_the_checkpoints_prompts(word: str, chosen: tuple[str | None, str | None]) -> None:
+    prompts = NamedPrompts({"query": "q: ", "clustering": "c: ", "STS": "s: ", "own": "o: "})
+    assert prompts.choose(prompt=None, prompt_name=None, input_type=word, task=None) == chosen
+    assert prompts.choose(prompt=None, prompt_name=None, input_type=None, task=word) == chosen
+
+
+def test_long_inputs_are_run_in_windows_rather_than_cut_where_the_server_does_that(minilm: str) -> None:
+    config = EngineConfig(
+        model=minilm, pooler_config=PoolerConfig(enable_chunked_processing=True), use_tqdm_on_load=False
+    )
+    engine = Engine(config)
+    try:
+        client = Client(create_app(engine))
+        for path, fields in (("/embed", {"inputs": "word " * 300}), ("/v2/embed", {"texts": ["word " * 300]})):
+            whole = client.post(path, **fields)
+            assert int(whole.headers["x-compute-tokens"]) > 302
+            assert "x-truncated-tokens" not in whole.headers
+            cut = client.post(path, truncate=True, **fields)
+            assert cut.headers["x-truncated-tokens"] == "46"
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize(
