@@ -4,7 +4,7 @@ Both servers must run already, on this machine, with the same model under the sa
 that a machine that is slow for a while is slow for both:
 
     anypool serve MODEL --port 8000 --dtype bfloat16 --served-model-name minilm
-    python benchmarks/http.py http://127.0.0.1:8000 --other http://127.0.0.1:8001 --model minilm
+    python benchmarks/http_load.py http://127.0.0.1:8000 --other http://127.0.0.1:8001 --model minilm
 
 `wrk` is in Debian's package of that name. Only addresses of this machine are taken.
 """
