@@ -25,6 +25,7 @@ from anypool.entrypoints.serve.access_log import JsonFormatter
 from anypool.entrypoints.serve.app import create_app
 from anypool.entrypoints.serve.auth import Keys
 from anypool.entrypoints.serve.routes.table import ROUTES
+from anypool.entrypoints.serve.served import served_name
 from anypool.entrypoints.server_options import ServerOptions
 from anypool.errors import ConfigError, DeadlineExceededError
 from tests.entrypoints.conftest import Client
@@ -225,6 +226,20 @@ def test_a_hostile_body_is_refused_quickly(engine: Engine, body: bytes, path: st
 
 def test_nul_and_control_characters_are_text(engine: Engine) -> None:
     assert with_options(engine).embed(input="a\x00b\x07").status_code == 200
+
+
+def test_a_folder_is_served_under_its_name(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "Qwen2.5-0.5B").mkdir()
+    (tmp_path / "tiny.q4.gguf").touch()
+    for model, given, name in (
+        (str(tmp_path / "Qwen2.5-0.5B"), None, "Qwen2.5-0.5B"),
+        (str(tmp_path / "tiny.q4.gguf"), None, "tiny.q4"),
+        ("org/model-1.5", None, "org/model-1.5"),
+        (str(tmp_path), "mine", "mine"),
+    ):
+        config = engine.config.replace(model=model, served_model_name=given or model)
+        monkeypatch.setattr(engine, "config", config)
+        assert served_name(engine) == name
 
 
 # Headers

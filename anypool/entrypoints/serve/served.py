@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -171,7 +170,10 @@ def served_name(engine: Engine) -> str:
     name, model = engine.config.served_model_name, engine.config.model
     if name is not None and name != model:
         return name
-    return Path(model).resolve().stem if os.path.exists(model) else model
+    path = Path(model).expanduser().resolve()
+    if path.is_dir():
+        return path.name
+    return path.stem if path.is_file() else model
 
 
 class ServedModels:
