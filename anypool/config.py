@@ -274,7 +274,9 @@ class EngineConfig:
     gpu_memory_utilization: float = _setting(0.9, "most of a GPU's memory that is taken, as a share; none is reserved")
     stuck_after_s: float = _setting(120.0, "seconds after which a forward pass that has not ended is called stuck")
     download_dir: str | None = _setting(None, "where hub downloads are kept")
-    served_model_name: str | None = _setting(None, "the model's name over HTTP; by default as given")
+    served_model_name: str | None = _setting(
+        None, "the model's name over HTTP; by default its hub id, or its folder's name"
+    )
     chat_template: str | None = _setting(None, "Jinja template of a reranker's prompt, as text or a file's name")
     enforce_eager: bool = _setting(False, "never capture CUDA graphs")
     use_tqdm_on_load: bool = _setting(True, "show a progress bar while weights load")

@@ -14,7 +14,7 @@
     │   └── UnsupportedTaskError                 the model does not serve this task
     ├── MissingDependencyError(ImportError)      an optional package is not installed
     └── EngineError(RuntimeError)                the engine failed, the request was fine (HTTP 5xx)
-        ├── OverloadedError                      the queue is full (HTTP 503 with Retry-After)
+        ├── OverloadedError                      the queue is full (HTTP 429 with Retry-After)
         ├── NonFiniteResultError                 the model gave NaN or infinity for this request
         ├── DeadlineExceededError                the request's time was up before it had run (HTTP 504)
         ├── OutOfMemoryError                     the request alone needs more memory than there is

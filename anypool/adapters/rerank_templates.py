@@ -123,8 +123,8 @@ class ChatTemplate:
     ) -> None:
         source = _source(text)
         try:
-            self._template = _jinja().from_string(source)
-        except _template_error() as error:
+            self._template = template_environment().from_string(source)
+        except template_error() as error:
             raise ConfigError(f"chat_template is not a valid Jinja template: {error}") from error
         self._in_parts = bool(_PARTS.search(source)) if in_parts is None else in_parts
         self._special_tokens = special_tokens
@@ -193,7 +193,7 @@ def _source(text: str) -> str:
 
 
 @cache
-def _jinja() -> Any:
+def template_environment() -> Any:
     """The environment that transformers gives to chat templates."""
     try:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -207,7 +207,7 @@ def _jinja() -> Any:
     return environment
 
 
-def _template_error() -> type[Exception]:
+def template_error() -> type[Exception]:
     from jinja2 import TemplateError
 
     return TemplateError

@@ -46,6 +46,8 @@ class ServingOptions:
         check_turn(self.priority, self.timeout_s)
 
 
+# A call of fewer characters that comes alone is prepared on the event loop: handing it to a thread takes longer.
+_TINY = 2048
 # Calls of fewer characters are prepared together, larger ones by themselves.
 _SMALL = 16_384
 # Of a text, as a rule: large calls that wait to be prepared may have as many as the queue's tokens have.
@@ -79,6 +81,7 @@ class AsyncEngine:
     def __init__(self, engine: Engine | EngineConfig, *, threads: int = 4) -> None:
         assert threads >= 2
         self.engine = engine if isinstance(engine, Engine) else Engine(engine)
+        self.num_threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="anypool-prepare")
         self._lock = threading.Lock()
         self._idle_threads = threads
@@ -123,9 +126,9 @@ class AsyncEngine:
         """Runs the requests that `prepare` returns. Otherwise as `run`.
 
         Args:
-            prepare: Called on a thread.
+            prepare: Called on a thread, or at once where it is known to be quick.
             options: How the call is served.
-            size: About how many characters it has to read.
+            size: About how many characters it has to read; 0 where that is not known.
         """
         options, loop = options or ServingOptions(), asyncio.get_running_loop()
         deadline = None if options.timeout_s is None else time.monotonic() + options.timeout_s
@@ -167,25 +170,32 @@ class AsyncEngine:
             self._answer(call, EngineDeadError("the engine is shut down"))
 
     def _dispatch(self) -> None:
-        """Hands what has arrived to idle threads."""
+        """Hands what has arrived to idle threads, and prepares a tiny call here where it came alone."""
         with self._lock:
+            is_alone = len(self._small) == 1 and 0 < self._small[0].size < _TINY and not self._is_closed
+            alone = [self._small.pop()] if is_alone else []
             while not self._is_closed and self._idle_threads and (calls := self._next(large=self._idle_threads > 1)):
                 self._idle_threads -= 1
                 self._pool.submit(self._work, calls)
+        if alone:
+            self._prepare_and_submit(alone)
 
     def _work(self, calls: Sequence[_Call]) -> None:
         """On a thread: prepares calls, then queues them all, so that they can share a batch."""
         while calls:
-            ready = [call for call in calls if not call.is_over and self._prepare(call)]
-            with self.engine.together():
-                for call in ready:
-                    try:
-                        self._submit(call)
-                    except Exception as error:  # the caller's, whatever it is
-                        self._answer(call, error)
+            self._prepare_and_submit(calls)
             with self._lock:
                 calls = self._next(large=self._idle_threads > 0)
                 self._idle_threads += not calls
+
+    def _prepare_and_submit(self, calls: Sequence[_Call]) -> None:
+        ready = [call for call in calls if not call.is_over and self._prepare(call)]
+        with self.engine.together():
+            for call in ready:
+                try:
+                    self._submit(call)
+                except Exception as error:  # the caller's, whatever it is
+                    self._answer(call, error)
 
     def _next(self, *, large: bool) -> Sequence[_Call]:
         """What a thread should prepare: all small calls, or one large call if it may be one."""

@@ -102,8 +102,9 @@ class EngineMetrics:
             self.truncated += request.num_truncated_tokens > 0
 
     def started(self, requests: Sequence[Request], now: float) -> None:
-        """Counts how long requests waited for their first forward pass."""
+        """Notes when requests' first forward pass begins, and counts how long they waited for it."""
         for request in requests:
+            request.started = now
             self.queue_s.observe(now - request.submitted)
 
     def ran(self, pieces: Sequence[Piece], output: RunnerOutput, *, budget: int) -> None:

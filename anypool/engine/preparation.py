@@ -37,12 +37,15 @@ class PromptOptions:
         prompt: Text put before each text, in place of a named prompt.
         truncate_prompt_tokens: Longest prompt after truncation; -1 for the model's limit, None for no truncation.
         truncation_side: "right" or "left": which end is cut; None for the tokenizer's own.
+        special_tokens: Whether texts get the tokenizer's special tokens; False for texts that hold them already, such
+            as rendered chats. Pairs always get theirs.
     """
 
     prompt_name: str | None = None
     prompt: str | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
+    special_tokens: bool = True
 
 
 class Preparation:
@@ -86,7 +89,8 @@ class Preparation:
                 "a prompt is put before text and not before token ids: give texts, or ids that hold the prompt",
                 param="prompt_name",
             )
-        texts = iter(self._encode([prefix + prompt for prompt in checked if isinstance(prompt, str)]))
+        whole = [prefix + prompt for prompt in checked if isinstance(prompt, str)]
+        texts = iter(self._encode(whole, special_tokens=options.special_tokens))
         pieces = self._pieces(checked, prefix)
         requests = []
         for index, (prompt, plan) in enumerate(zip(checked, plans, strict=True)):
@@ -226,10 +230,11 @@ class Preparation:
             )
         if prefix == "" or recipe.include_prompt or self.tokenizer is None:
             return prefix, 0
-        return prefix, self.tokenizer.prompt_length(prefix)
+        added = 0 if options.special_tokens else len(self.tokenizer.prefix_ids)
+        return prefix, self.tokenizer.prompt_length(prefix) - added
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
-        return self._fitting.need_tokenizer().encode(texts) if texts else []
+    def _encode(self, texts: list[str], *, special_tokens: bool) -> list[list[int]]:
+        return self._fitting.need_tokenizer().encode(texts, special_tokens=special_tokens) if texts else []
 
     def _pieces(self, prompts: Sequence[object], prefix: str) -> dict[str, list[int]]:
         """Ids of every text in pairs and templated prompts, each tokenised once: most come back in every prompt."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class Request:
         cache_salt: Requests share cached prefixes only with those of the same salt.
         tag, arrival: Its place in the queue, set by the scheduler.
         submitted: When it was queued, on the same clock.
+        started, finished: When its first forward pass began, and when its result was there, on the same clock.
         ran_out_of_memory: Whether it has had its one more try after memory was short.
         settled: Whether its answer has been given, or its cancellation noted.
         future: Becomes the result, `[E]` or `[rows, E]`, or an error. Cancelling it drops the request while it waits
@@ -62,6 +64,8 @@ class Request:
     tag: int = 0
     arrival: int = 0
     submitted: float = 0.0
+    started: float = 0.0
+    finished: float = 0.0
     ran_out_of_memory: bool = False
     settled: bool = False
     future: Future[torch.Tensor] = field(default_factory=Future)
@@ -83,6 +87,7 @@ class Request:
 
     def resolve(self, result: torch.Tensor) -> None:
         """Gives the result to whoever waits, unless they cancelled or have their answer."""
+        self.finished = time.monotonic()
         if self._settle():
             self._tell(lambda: self.future.set_result(result))
 

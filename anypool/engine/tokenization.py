@@ -39,6 +39,24 @@ class _PairTemplate:
     segments: tuple[int, int]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Token:
+    """A token in a text.
+
+    Attributes:
+        id: Its number in the vocabulary.
+        text: How the vocabulary writes it.
+        is_special: Whether it is one of the special tokens.
+        start, stop: Where it stands in the text, in characters; both 0 for special tokens that are added.
+    """
+
+    id: int
+    text: str
+    is_special: bool
+    start: int
+    stop: int
+
+
 class Tokenizer:
     """A checkpoint's tokenizer.
 
@@ -107,6 +125,27 @@ class Tokenizer:
         """Token ids of each text, uncut, with the special tokens around it unless they are switched off."""
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
         return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of token ids."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def tokens(self, text: str, *, special_tokens: bool = True) -> list[Token]:
+        """The tokens of a text, each with its place in it."""
+        encoding = self._backend.encode(text, add_special_tokens=special_tokens)
+        return [
+            Token(id=i, text=token, is_special=i in self.special_ids, start=start, stop=stop)
+            for i, token, (start, stop) in zip(encoding.ids, encoding.tokens, encoding.offsets, strict=True)
+        ]
+
+    def shorten(self, text: str, limit: int, *, side: str = "right") -> tuple[str, int]:
+        """As much of a text as has `limit` tokens, without special ones, and how many tokens were cut off."""
+        places = self._backend.encode(text, add_special_tokens=False).offsets
+        if len(places) <= limit:
+            return text, 0
+        kept = text[: places[limit - 1][1]] if side == "right" else text[places[len(places) - limit][0] :]
+        return kept, len(places) - limit
 
     def join_pair(
         self, first: Sequence[int], second: Sequence[int], limit: int | None, *, side: str = "right"

@@ -6,15 +6,11 @@ import argparse
 import logging
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import anypool
-from anypool.config import EngineConfig
-from anypool.engine.engine import Engine
-from anypool.entrypoints import cli_bench, cli_embed, cli_info, cli_scores
-from anypool.entrypoints.cli_flags import add_engine_flags, engine_arguments
+from anypool.entrypoints import cli_bench, cli_embed, cli_info, cli_scores, cli_serve
 from anypool.errors import AnypoolError
 
 _USERS_ERROR = 2
@@ -76,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     cli_scores.add_classify(_command(commands, "classify", "label texts with a classification head"))
     cli_scores.add_reward(_command(commands, "reward", "score texts with a reward model"))
     cli_scores.add_rerank(_command(commands, "rerank", "order documents by relevance to a query"))
-    _add_serve(_command(commands, "serve", "serve a model over HTTP, as OpenAI's API does"))
+    cli_serve.add_command(_command(commands, "serve", "serve models over HTTP, as OpenAI's API and others do"))
     cli_info.add_command(_command(commands, "info", "show what a model is, how it is pooled, and who says so"))
     cli_bench.add_command(_command(commands, "bench", "measure a model's speed beside other engines on this machine"))
     return parser
@@ -86,43 +82,6 @@ def _command(commands: argparse._SubParsersAction[_CommandParser], name: str, te
     parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="a folder, a .gguf file or a hub id")
     return parser
-
-
-def _add_serve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 for a free one (default: 8000)")
-    parser.add_argument(
-        "--drain-timeout",
-        type=int,
-        default=30,
-        metavar="SECONDS",
-        help="how long running requests may take to finish after SIGTERM (default: 30)",
-    )
-    add_engine_flags(parser)
-    parser.set_defaults(run=_serve)
-
-
-def _serve(arguments: argparse.Namespace) -> int:
-    from anypool.entrypoints.serve.server import bind, serve  # imports fastapi, which is optional
-
-    config = EngineConfig.from_kwargs(model=arguments.model, **engine_arguments(arguments))
-    with bind(arguments.host, arguments.port) as sock, _ending_at_sigterm():
-        engine = Engine(config)
-        try:
-            serve(engine, sock, drain_timeout_s=arguments.drain_timeout)
-        finally:
-            engine.close()
-    return 0
-
-
-@contextmanager
-def _ending_at_sigterm() -> Iterator[None]:
-    """Exits with 0 at SIGTERM. uvicorn drains at it first, and raises it again when that is done."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _one_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Command line flags from the fields of `EngineConfig`."""
+"""Command line flags from the fields of a dataclass: `EngineConfig`, and the server's options."""
 
 from __future__ import annotations
 
@@ -14,16 +14,26 @@ from anypool.config import EngineConfig
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for each field but `model`, which is positional. Flags that are not given leave no trace."""
-    group = parser.add_argument_group("engine")
-    hints = typing.get_type_hints(EngineConfig)
-    for field in dataclasses.fields(EngineConfig):
+    add_flags(parser, EngineConfig, "engine")
+
+
+def add_flags(parser: argparse.ArgumentParser, cls: type[Any], title: str) -> None:
+    """Adds a group of flags, one for each field of a dataclass but `model`."""
+    group = parser.add_argument_group(title)
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
         if field.name != "model":
             group.add_argument(f"--{field.name.replace('_', '-')}", **_argument(field, hints[field.name]))
 
 
 def engine_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """The engine arguments that were given, `model` left out."""
-    names = {field.name for field in dataclasses.fields(EngineConfig)} - {"model"}
+    return arguments_of(arguments, EngineConfig)
+
+
+def arguments_of(arguments: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
+    """The fields of a dataclass that were given as flags, `model` left out."""
+    names = {field.name for field in dataclasses.fields(cls)} - {"model"}
     return {name: value for name, value in vars(arguments).items() if name in names}
 
 
@@ -33,6 +43,8 @@ def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     if kind is bool:
         action = "store_true" if field.default is False else argparse.BooleanOptionalAction
         return {"action": action, "default": argparse.SUPPRESS, "help": text}
+    if typing.get_origin(kind) is tuple:
+        return {"action": "append", "metavar": "TEXT", "default": argparse.SUPPRESS, "help": text}
     if field.default is not None:
         text += f" (default: {field.default})"
     kinds = {int: (int, "N"), float: (float, "X"), str: (str, "TEXT")}

@@ -7,7 +7,7 @@ model compares vectors, and a late-interaction model compares token vectors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, ValuesView
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,16 +24,32 @@ from anypool.pooling.params import PoolingParams
 from anypool.pooling.similarity import similarity
 from anypool.pooling.tasks import PoolingTask
 
+# Requests and their results.
+Ran = tuple[list[Request], list[torch.Tensor]]
 # Runs prompts of one task: requests and results in the order given.
-Run = Callable[
-    [Sequence[Prompt | TextPair | TemplatedPrompt], PoolingTask, PoolingParams | None, PromptOptions],
-    tuple[list[Request], list[torch.Tensor]],
-]
+Run = Callable[[Sequence[Prompt | TextPair | TemplatedPrompt], PoolingTask, PoolingParams | None, PromptOptions], Ran]
 # Per pair: the score, and the requests it came from.
 Scores = list[tuple[torch.Tensor, list[Request]]]
 
 # Names under which checkpoints keep a prompt for documents; the first that has a text is taken.
 _DOCUMENT_PROMPTS = ("document", "passage", "corpus")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Prompts that are run for scores."""
+
+    prompts: Sequence[Any]
+    task: PoolingTask
+    options: PromptOptions
+
+
+@dataclass(frozen=True)
+class ScoringPlan:
+    """What has to be run for scores, and what makes scores of the results, one entry per job."""
+
+    jobs: tuple[Job, ...]
+    finish: Callable[[Sequence[Ran]], Scores]
 
 
 def as_pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> tuple[list[str], list[str]]:
@@ -94,11 +110,28 @@ def score_pairs(
     instruction: str | None = None,
     roles: bool = False,
 ) -> Scores:
-    """Scores pairs of texts.
+    """Plans the scores of pairs of texts and runs what they need; arguments and errors as for `plan_scores`."""
+    plan = plan_scores(
+        engine, left, right, params=params, options=options, template=template, instruction=instruction, roles=roles
+    )
+    return plan.finish([run(job.prompts, job.task, params, job.options) for job in plan.jobs])
+
+
+def plan_scores(
+    engine: Engine,
+    left: list[str],
+    right: list[str],
+    *,
+    params: PoolingParams | None,
+    options: PromptOptions,
+    template: ChatTemplate | None = None,
+    instruction: str | None = None,
+    roles: bool = False,
+) -> ScoringPlan:
+    """What has to be run to score pairs of texts.
 
     Args:
         engine: The engine.
-        run: Runs prompts on it.
         left, right: The texts, pair by pair.
         params: Of the scores, or of the embeddings that are compared.
         options: How texts become token ids.
@@ -111,26 +144,40 @@ def score_pairs(
         UnsupportedTaskError: The model gives several labels, of which none is the score.
     """
     loaded = engine.loaded
-    by_tokens = getattr(loaded.model, "score_type", None) == "late-interaction"
+    if reads_pairs(engine):
+        scores = loaded.defaults.scores[PoolingTask.CLASSIFY]
+        if scores.columns != 1:
+            raise UnsupportedTaskError(
+                f"{loaded.config.name} has {scores.columns} labels, and a score is one number: "
+                "call classify([{'prompt': first, 'text_pair': second}]) and choose a label",
+                param="task",
+            )
+        pairs = _pairs(engine, left, right, template or loaded.rerank_template, instruction, options)
+        return ScoringPlan((Job(pairs, PoolingTask.CLASSIFY, options),), _one_score_each)
+    for name, given in (("chat_template", template), ("instruction", instruction)):
+        if given is not None:
+            raise InvalidParameterError(
+                f"{loaded.config.name} reads each text by itself, so it takes no {name}", param=name
+            )
+    if _compares_tokens(engine):
+        return _late_interaction(left, right, options)
+    return _embeddings(engine, left, right, options, roles)
+
+
+def reads_pairs(engine: Engine) -> bool:
+    """Whether the model reads both texts of a pair together, rather than each by itself."""
+    loaded = engine.loaded
     scores = loaded.defaults.scores.get(PoolingTask.CLASSIFY)
     # A class with a pooler of its own may classify single texts and embed them as well.
-    if by_tokens or scores is None or (loaded.head is None and scores.columns != 1):
-        for name, given in (("chat_template", template), ("instruction", instruction)):
-            if given is not None:
-                raise InvalidParameterError(
-                    f"{loaded.config.name} reads each text by itself, so it takes no {name}", param=name
-                )
-        if by_tokens:
-            return _late_interaction(run, left, right, params, options)
-        return _embeddings(engine, run, left, right, params, options, roles)
-    if scores.columns != 1:
-        raise UnsupportedTaskError(
-            f"{loaded.config.name} has {scores.columns} labels, and a score is one number: "
-            "call classify([{'prompt': first, 'text_pair': second}]) and choose a label",
-            param="task",
-        )
-    pairs = _pairs(engine, left, right, template or loaded.rerank_template, instruction, options)
-    requests, results = run(pairs, PoolingTask.CLASSIFY, params, options)
+    return not (_compares_tokens(engine) or scores is None or (loaded.head is None and scores.columns != 1))
+
+
+def _compares_tokens(engine: Engine) -> bool:
+    return getattr(engine.loaded.model, "score_type", None) == "late-interaction"
+
+
+def _one_score_each(ran: Sequence[Ran]) -> Scores:
+    [(requests, results)] = ran
     return [(result[0], [request]) for request, result in zip(requests, results, strict=True)]
 
 
@@ -165,40 +212,42 @@ def _pairs(
     return [template.render(query, document, instruction) for query, document in texts]
 
 
-def _embeddings(
-    engine: Engine,
-    run: Run,
-    left: list[str],
-    right: list[str],
-    params: PoolingParams | None,
-    options: PromptOptions,
-    roles: bool,
-) -> Scores:
+def _embeddings(engine: Engine, left: list[str], right: list[str], options: PromptOptions, roles: bool) -> ScoringPlan:
     recipe = engine.loaded.recipe
     by_user = options.prompt is not None or options.prompt_name is not None
     compare = similarity(recipe.similarity_fn_name)
-    sides = []
+    jobs = []
     for texts, names in ((left, ("query",)), (right, _DOCUMENT_PROMPTS)):
         chosen = options
         if roles and not by_user and names[0] in recipe.prompts:
             own = next((name for name in names if recipe.prompts.get(name)), names[0])
             chosen = replace(options, prompt_name=own)
-        distinct = list(dict.fromkeys(texts))
-        requests, results = run(distinct, PoolingTask.EMBED, params, chosen)
-        sides.append(dict(zip(distinct, zip(requests, results, strict=True), strict=True)))
-    pairs = [(sides[0][a], sides[1][b]) for a, b in zip(left, right, strict=True)]
-    if not pairs:
-        return []
-    scores_N = run_apart(lambda: compare(torch.stack([a[1] for a, _ in pairs]), torch.stack([b[1] for _, b in pairs])))
-    return [(score, [a[0], b[0]]) for score, (a, b) in zip(scores_N, pairs, strict=True)]
+        jobs.append(Job(list(dict.fromkeys(texts)), PoolingTask.EMBED, chosen))
+
+    def finish(ran: Sequence[Ran]) -> Scores:
+        sides = [
+            dict(zip(job.prompts, zip(requests, results, strict=True), strict=True))
+            for job, (requests, results) in zip(jobs, ran, strict=True)
+        ]
+        pairs = [(sides[0][a], sides[1][b]) for a, b in zip(left, right, strict=True)]
+        if not pairs:
+            return []
+        scores_N = run_apart(
+            lambda: compare(torch.stack([a[1] for a, _ in pairs]), torch.stack([b[1] for _, b in pairs]))
+        )
+        return [(score, [a[0], b[0]]) for score, (a, b) in zip(scores_N, pairs, strict=True)]
+
+    return ScoringPlan(tuple(jobs), finish)
 
 
-def _late_interaction(
-    run: Run, left: list[str], right: list[str], params: PoolingParams | None, options: PromptOptions
-) -> Scores:
+def _late_interaction(left: list[str], right: list[str], options: PromptOptions) -> ScoringPlan:
     distinct = list(dict.fromkeys([*left, *right]))
-    requests, results = run(distinct, PoolingTask.TOKEN_EMBED, params, options)
-    vectors = dict(zip(distinct, zip(requests, results, strict=True), strict=True))
-    pairs = [(vectors[a], vectors[b]) for a, b in zip(left, right, strict=True)]
-    scores = run_apart(lambda: [maxsim(a[1], b[1]) for a, b in pairs])
-    return [(score, [a[0], b[0]]) for score, (a, b) in zip(scores, pairs, strict=True)]
+
+    def finish(ran: Sequence[Ran]) -> Scores:
+        [(requests, results)] = ran
+        vectors = dict(zip(distinct, zip(requests, results, strict=True), strict=True))
+        pairs = [(vectors[a], vectors[b]) for a, b in zip(left, right, strict=True)]
+        scores = run_apart(lambda: [maxsim(a[1], b[1]) for a, b in pairs])
+        return [(score, [a[0], b[0]]) for score, (a, b) in zip(scores, pairs, strict=True)]
+
+    return ScoringPlan((Job(distinct, PoolingTask.TOKEN_EMBED, options),), finish)

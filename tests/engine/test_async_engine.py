@@ -239,6 +239,32 @@ def test_a_caller_that_leaves_while_its_call_is_prepared_or_queued_leaves_nothin
     assert MARKER not in ran
 
 
+@pytest.mark.parametrize(("sizes", "here"), [((10,), True), ((10, 10), False), ((5000,), False), ((0,), False)])
+def test_only_a_tiny_call_that_comes_alone_is_prepared_on_the_loop(
+    engine: Engine, sizes: tuple[int, ...], here: bool
+) -> None:
+    serving = AsyncEngine(engine)
+    threads: list[int] = []
+
+    def prepare() -> list[Request]:
+        threads.append(threading.get_ident())
+        return engine.prepare([ids(3)], PoolingTask.EMBED)
+
+    async def main() -> None:
+        answers = await asyncio.gather(*(serving.serve(prepare, size=size) for size in sizes))
+        assert all(len(results) == 1 for _, results in answers)
+
+    run(main)
+    assert [thread == threading.get_ident() for thread in threads] == [here] * len(sizes)
+
+
+def test_times_of_a_request_are_noted(engine: Engine) -> None:
+    [request] = engine.prepare([ids(3)], PoolingTask.EMBED)
+    engine.submit([request])
+    request.future.result(10)
+    assert 0 < request.submitted <= request.started <= request.finished
+
+
 def test_a_slow_call_holds_up_no_small_one(engine: Engine) -> None:
     serving = AsyncEngine(engine, threads=2)
     go_on = threading.Event()

@@ -9,12 +9,26 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import AutoTokenizer
 
+from anypool import PoolingTask
+from anypool.engine.preparation import PromptOptions
 from anypool.engine.tokenization import Tokenizer, truncate
 from anypool.errors import CheckpointFormatError, InvalidPromptError
 from anypool.model_executor.weights.repository import Repository
-from tests.helpers import RAGGED, byte_tokenizer, copy_of, edit_json, new_folder, tiny_bert, wordpiece_tokenizer
+from tests.helpers import (
+    HIDDEN,
+    RAGGED,
+    byte_tokenizer,
+    copy_of,
+    edit_json,
+    loaded,
+    new_folder,
+    save_sentence_transformer,
+    tiny_bert,
+    wordpiece_tokenizer,
+)
 
 TEXTS = [*RAGGED, "", " ", "ü 🦊\n\x00 [CLS] </s>"]
 
@@ -140,3 +154,40 @@ def test_a_damaged_tokenizer_is_named() -> None:
     (folder / "tokenizer_config.json").write_text("[]")
     with pytest.raises(CheckpointFormatError, match=r"tokenizer_config.json is not an object"):
         load(folder)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_tokens_and_their_texts_are_those_of_transformers(text: str) -> None:
+    reference, tokenizer = AutoTokenizer.from_pretrained(tiny_bert()), load(tiny_bert())
+    ids = reference(text)["input_ids"]
+    assert [token.id for token in tokenizer.tokens(text)] == ids
+    assert [token.text for token in tokenizer.tokens(text)] == reference.convert_ids_to_tokens(ids)
+    assert [token.id for token in tokenizer.tokens(text, special_tokens=False)] == ids[1:-1]
+    for skip in (True, False):
+        assert tokenizer.decode(ids, skip_special_tokens=skip) == reference.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize(("side", "kept"), [("right", "the cat"), ("left", "a mat")])
+def test_a_text_is_shortened_to_whole_tokens(side: str, kept: str) -> None:
+    tokenizer = load(tiny_bert())
+    assert tokenizer.shorten("the cat sat on a mat", 2, side=side) == (kept, 4)
+    assert tokenizer.shorten("the cat", 2, side=side) == ("the cat", 0)
+
+
+def test_special_tokens_may_be_left_out_of_prompts() -> None:
+    with loaded(tiny_bert()) as llm:
+        for texts, prompt in ((["the cat", "a"], None), (["a mat"], "the ")):
+            options = PromptOptions(special_tokens=False, prompt=prompt)
+            requests = llm.engine.prepare(texts, PoolingTask.EMBED, None, options)
+            reference = AutoTokenizer.from_pretrained(tiny_bert())
+            expected = [reference((prompt or "") + text, add_special_tokens=False)["input_ids"] for text in texts]
+            assert [request.token_ids for request in requests] == expected
+
+
+def test_a_prompt_that_is_not_pooled_is_as_long_without_special_tokens_as_it_is() -> None:
+    folder = save_sentence_transformer(tiny_bert(), Pooling(HIDDEN, "mean", include_prompt=False))
+    with loaded(folder) as llm:
+        for special_tokens, skipped in ((True, 3), (False, 2)):
+            options = PromptOptions(special_tokens=special_tokens, prompt="the story ")
+            [request] = llm.engine.prepare(["a cat"], PoolingTask.EMBED, None, options)
+            assert request.skip == skipped

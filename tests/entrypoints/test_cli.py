@@ -72,7 +72,33 @@ OWN_FLAGS = {
     "classify": FILE_FLAGS | PROMPT_FLAGS | {"--activation"},
     "reward": FILE_FLAGS | PROMPT_FLAGS | {"--activation"},
     "rerank": FILE_FLAGS | {"--query", "--top-n", "--instruction", "--truncate-prompt-tokens", "--activation"},
-    "serve": {"--host", "--port", "--drain-timeout"},
+    "serve": {
+        "--model",
+        "--config",
+        "--host",
+        "--port",
+        "--api-key",
+        "--api-key-file",
+        "--max-body-bytes",
+        "--max-inputs",
+        "--max-request-tokens",
+        "--request-timeout",
+        "--body-timeout",
+        "--allow-origin",
+        "--trust-request-chat-template",
+        "--metrics",
+        "--no-metrics",
+        "--docs",
+        "--no-docs",
+        "--access-log",
+        "--log-format",
+        "--shutdown-delay",
+        "--drain-timeout",
+        "--ssl-certfile",
+        "--ssl-keyfile",
+        "--ssl-keyfile-password",
+        "--ssl-ca-certs",
+    },
     "info": {"--json"},
     "bench": {"--side", "--sets", "--rounds", "--texts", "--gguf", "--out", "--profile"},
 }
@@ -105,7 +131,7 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cli_embed, "LLM", load)
     monkeypatch.setattr(cli_scores, "LLM", load)
-    monkeypatch.setattr("anypool.entrypoints.cli.Engine", load)
+    monkeypatch.setattr("anypool.entrypoints.cli_serve.Engine", load)
 
 
 @pytest.fixture

@@ -1,24 +1,24 @@
-"""Errors -> responses, all of one shape."""
+"""Errors -> responses, in the shape of the API that was called."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from http import HTTPStatus
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
 
 import orjson
-from fastapi import FastAPI, Request, Response
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
-from anypool.entrypoints.serve.schemas.errors import ErrorDetail, ErrorResponse
+from anypool.entrypoints.serve.schemas.tei import EmptyInputError
 from anypool.errors import (
     AnypoolError,
+    ConfigError,
     DeadlineExceededError,
     EngineDeadError,
     EngineError,
     InvalidPromptError,
     InvalidRequestError,
+    MissingDependencyError,
     OverloadedError,
     PromptTooLongError,
 )
@@ -26,79 +26,116 @@ from anypool.errors import (
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 # Messages quote what was sent, which may be megabytes.
 _LONGEST_MESSAGE = 1000
-# What nginx logs for a client that went away; nobody reads the response.
-_CLIENT_CLOSED_REQUEST = 499
 
-# For the OpenAPI document of a route.
-ERROR_RESPONSES: dict[int | str, dict[str, object]] = {
-    "4XX": {"model": ErrorResponse, "description": "The request cannot be served as asked"},
-    "5XX": {"model": ErrorResponse, "description": "The server failed, or is overloaded"},
-}
+
+class ErrorStyle(str, Enum):
+    """Whose shape an error has."""
+
+    OPENAI = "openai"
+    TEI = "tei"
+    COHERE = "cohere"
 
 
 class HTTPError(Exception):
     """An error that only HTTP has, such as a body that is too large."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
-        self.status = status
-        self.detail = ErrorDetail(message=message, type=_INVALID, param=param, code=code)
+        self.status, self.param, self.code, self.headers = status, param, code, headers or {}
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Gives every error that a route may raise, and every route that is not there, the one shape."""
-    for kind in (AnypoolError, HTTPError, HTTPException, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, _respond)
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """An error as every shape needs it.
+
+    Attributes:
+        status: Of the response.
+        message: For people.
+        kind: Whose fault it is, in OpenAI's words.
+        param: The field at fault.
+        code: For programs.
+        tei: What text-embeddings-inference calls it, and its status there.
+        headers: Of the response.
+    """
+
+    status: int
+    message: str
+    kind: str = _INVALID
+    param: str | None = None
+    code: str | None = None
+    tei: tuple[str, int] = ("Validation", 422)
+    headers: dict[str, str] = field(default_factory=dict)
 
 
-async def _respond(http: Request, error: Exception) -> Response:
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
-    if isinstance(error, HTTPException):
-        return error_response(error.status_code, _routing_error(http, error), error.headers)
+def describe(error: Exception) -> Failure:
+    """What an error means over HTTP. Nothing of an error that nobody raised on purpose is told, but its class."""
+    message = str(error)
     if isinstance(error, HTTPError):
-        return error_response(error.status, error.detail)
-    if isinstance(error, InvalidRequestError):
-        return error_response(400, _invalid_request(error))
+        tei = ("Backend" if error.status >= 500 else "Validation", error.status)
+        return Failure(
+            status=error.status,
+            message=message,
+            kind=_SERVER if error.status >= 500 else _INVALID,
+            param=error.param,
+            code=error.code,
+            tei=tei,
+            headers=error.headers,
+        )
+    if isinstance(error, (InvalidRequestError, ConfigError)):
+        return _invalid(error, message)
+    if isinstance(error, MissingDependencyError):
+        return Failure(status=501, message=message, kind=_SERVER, code="not_implemented", tei=("Backend", 501))
     if isinstance(error, OverloadedError):
-        detail = ErrorDetail(message=str(error), type=_SERVER, code="overloaded")
-        return error_response(503, detail, {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))})
+        wait = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+        return Failure(
+            status=429,
+            message=message,
+            kind="rate_limit_error",
+            code="overloaded",
+            tei=("Overloaded", 429),
+            headers=wait,
+        )
     if isinstance(error, EngineDeadError):
-        return error_response(503, ErrorDetail(message=str(error), type=_SERVER, code="engine_dead"))
+        return Failure(status=503, message=message, kind=_SERVER, code="engine_dead", tei=("Unhealthy", 503))
     if isinstance(error, DeadlineExceededError):
-        return error_response(504, ErrorDetail(message=str(error), type=_SERVER, code="deadline_exceeded"))
-    if isinstance(error, EngineError):
-        return error_response(500, ErrorDetail(message=str(error), type=_SERVER))
-    message = f"the server failed on this request ({type(error).__name__}); its log says more"
-    return error_response(500, ErrorDetail(message=message, type=_SERVER))
+        return Failure(status=504, message=message, kind=_SERVER, code="deadline_exceeded", tei=("Backend", 504))
+    if isinstance(error, EngineError) and error.__cause__ is None:
+        return Failure(status=500, message=message, kind=_SERVER, tei=("Backend", 424))
+    raised = error.__cause__ if isinstance(error, AnypoolError) and error.__cause__ is not None else error
+    message = f"the server failed on this request ({type(raised).__name__}); its log says more"
+    return Failure(status=500, message=message, kind=_SERVER, tei=("Backend", 424))
 
 
-def error_response(status: int, detail: ErrorDetail, headers: Mapping[str, str] | None = None) -> Response:
-    """A response in the one shape; a message that cannot be sent as it is has its odd characters escaped."""
-    message = detail.message.encode("utf-8", "backslashreplace").decode()
-    if len(message) > _LONGEST_MESSAGE:
-        message = message[:_LONGEST_MESSAGE] + "…"
-    body = {"error": detail.model_copy(update={"message": message}).model_dump()}
-    return Response(orjson.dumps(body), status, headers, media_type="application/json")
-
-
-def _invalid_request(error: InvalidRequestError) -> ErrorDetail:
+def _invalid(error: InvalidRequestError | ConfigError, message: str) -> Failure:
+    """A mistake in the request; a chat template that it brings is checked as one of the configuration's."""
     about_input = isinstance(error, (InvalidPromptError, PromptTooLongError))
-    return ErrorDetail(
-        message=str(error),
-        type=_INVALID,
-        param=error.param or ("input" if about_input else None),
+    param = error.param if isinstance(error, InvalidRequestError) else "chat_template"
+    return Failure(
+        status=400,
+        message=message,
+        param=param or ("input" if about_input else None),
         code="context_length_exceeded" if isinstance(error, PromptTooLongError) else None,
+        tei=("Empty", 400) if isinstance(error, EmptyInputError) else ("Validation", 422),
     )
 
 
-def _routing_error(http: Request, error: HTTPException) -> ErrorDetail:
-    code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
-    if error.status_code == 404:
-        message = f"there is no {http.url.path} here; GET /openapi.json lists the routes"
-    elif error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "another method")
-        message = f"{http.url.path} takes {allowed}, not {http.method}"
-    else:
-        message = str(error.detail)
-    return ErrorDetail(message=message, type=_INVALID, code=code)
+def error_body(failure: Failure, style: ErrorStyle, request_id: str) -> tuple[int, bytes]:
+    """Status and body; a message that cannot be sent as it is has its odd characters escaped."""
+    message = failure.message.encode("utf-8", "backslashreplace").decode()
+    if len(message) > _LONGEST_MESSAGE:
+        message = message[:_LONGEST_MESSAGE] + "…"
+    if style is ErrorStyle.TEI:
+        kind, status = failure.tei
+        return status, orjson.dumps({"error": message, "error_type": kind})
+    if style is ErrorStyle.COHERE:
+        return failure.status, orjson.dumps({"id": request_id, "message": message})
+    detail: dict[str, Any] = {"message": message, "type": failure.kind, "param": failure.param, "code": failure.code}
+    return failure.status, orjson.dumps({"error": detail})

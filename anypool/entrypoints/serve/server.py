@@ -1,15 +1,28 @@
-"""uvicorn around the application."""
+"""uvicorn around the application: sockets, signals, and an end that loses nothing."""
 
 from __future__ import annotations
 
+import logging
+import math
 import socket
+import ssl
 import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
 
 import uvicorn
 
 from anypool.config import require
 from anypool.engine.engine import Engine
-from anypool.entrypoints.serve.app import create_app
+from anypool.entrypoints.serve.access_log import JsonFormatter
+from anypool.entrypoints.serve.app import Application, create_app
+from anypool.entrypoints.server_options import ServerOptions
+
+# Connections that wait to be accepted.
+_BACKLOG = 2048
+# Seconds that an idle connection stays open: longer than load balancers keep theirs, which is a minute as a rule.
+_KEEP_ALIVE_S = 75
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -34,27 +47,78 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def serve(engine: Engine, sock: socket.socket, *, drain_timeout_s: int) -> None:
-    """Serves until SIGINT or SIGTERM, then finishes the requests that are running.
+def serve(engines: Sequence[Engine], sock: socket.socket, options: ServerOptions) -> None:
+    """Serves until SIGINT or SIGTERM: then it is not ready any more, takes no more connections after
+    `options.shutdown_delay`, and finishes the requests that are running. A second signal ends it at once.
 
     Args:
-        engine: What serves the requests.
+        engines: What serves the requests.
         sock: From `bind`.
-        drain_timeout_s: Seconds that running requests get to finish.
+        options: Everything else.
     """
-    config = uvicorn.Config(create_app(engine), access_log=False, timeout_graceful_shutdown=drain_timeout_s)
-    _Server(config).run(sockets=[sock])
+    if options.log_format == "json":
+        log_as_json()
+    app = create_app(engines, options)
+    config = uvicorn.Config(
+        app,
+        access_log=False,
+        log_config=None,
+        backlog=_BACKLOG,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=options.drain_timeout,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_keyfile_password=options.ssl_keyfile_password,
+        ssl_ca_certs=options.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if options.ssl_ca_certs else ssl.CERT_NONE,
+    )
+    Server(config, app, options).run(sockets=[sock])
 
 
-class _Server(uvicorn.Server):
+def log_as_json() -> None:
+    """Makes every log line a JSON object."""
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(JsonFormatter())
+
+
+class Server(uvicorn.Server):
+    """uvicorn with the application's own end.
+
+    Args:
+        config: uvicorn's.
+        app: What is served.
+        options: How.
+    """
+
+    def __init__(self, config: uvicorn.Config, app: Application, options: ServerOptions) -> None:
+        super().__init__(config)
+        self._app, self._options = app, options
+        self._stop_at = math.inf
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for sock in sockets or ():
-            print(_greeting(sock), file=sys.stderr, flush=True)
+            print(_greeting(sock, is_secure=self.config.is_ssl), file=sys.stderr, flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal begins the end, the second does not wait for it."""
+        self._captured_signals.append(sig)
+        if self._app.is_draining:
+            self.should_exit = self.force_exit = True
+        else:
+            self._app.is_draining = True
+            self._stop_at = time.monotonic() + self._options.shutdown_delay
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: whether to take no more connections."""
+        if time.monotonic() >= self._stop_at:
+            self.should_exit = True
+        return await super().on_tick(counter)
 
 
-def _greeting(sock: socket.socket) -> str:
+def _greeting(sock: socket.socket, *, is_secure: bool) -> str:
     host, port = sock.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    url = f"{'https' if is_secure else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
     curl = f"""curl {url}/v1/embeddings -H 'Content-Type: application/json' -d '{{"input": "Hello"}}'"""
     return f"anypool serves on {url} (docs: {url}/docs)\n{curl}"

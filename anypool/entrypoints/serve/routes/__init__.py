@@ -1,1 +1,1 @@
-"""One file per group of routes; each has a `router`."""
+"""One file per API, each with its `ROUTES`; `table.py` has them all."""

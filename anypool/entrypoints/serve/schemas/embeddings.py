@@ -1,155 +1,75 @@
-"""`POST /v1/embeddings`: OpenAI's fields, and those that this engine adds."""
+"""`POST /v1/embeddings`: OpenAI's fields, vLLM's, Jina's, and those that this engine adds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import BaseModel, Field
 
-from anypool.engine.preparation import PromptOptions
-from anypool.errors import InvalidParameterError, InvalidPromptError
+from anypool.entrypoints.serve.schemas.chat import ChatFields
+from anypool.entrypoints.serve.schemas.common import Usage
+from anypool.entrypoints.serve.schemas.encoding import EncodingFields
+from anypool.errors import InvalidParameterError
 from anypool.pooling.params import PoolingParams
 
-# Bounds what one request can cost in memory before the queue's own limit is asked.
-MAX_INPUTS = 16_384
-
-_FORMS = "a string, an array of strings, an array of token ids, or an array of arrays of token ids"
-_IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
-_INPUT_SCHEMA = {
-    "title": "Input",
-    "description": f"What is embedded: {_FORMS}.",
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "maxItems": MAX_INPUTS},
-        _IDS,
-        {"type": "array", "items": _IDS, "maxItems": MAX_INPUTS},
-    ],
-}
-
-# Fields that other servers know and that change the numbers: ignoring them would answer something else than was asked.
-_ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
-    "add_special_tokens": (None, True),
-    "embed_dtype": (None, "float32"),
-    "endianness": (None, "little"),
-    "messages": (None,),
-    "use_activation": (None,),
+# Jina's name of a form -> encoding_format and embed_dtype.
+_JINA_TYPES: dict[str, tuple[Literal["float", "base64"], Any]] = {
+    "float": ("float", None),
+    "base64": ("base64", None),
+    "int8": ("float", "int8"),
+    "uint8": ("float", "uint8"),
+    "binary": ("float", "binary"),
+    "ubinary": ("float", "ubinary"),
 }
 
 
-def as_inputs(value: object) -> list[str] | list[list[int]]:
-    """The prompts in `input`; a flat array of integers is one prompt.
+class EmbeddingRequest(ChatFields, EncodingFields):
+    """What is embedded, and how."""
 
-    Raises:
-        InvalidPromptError: It has none of the forms that the schema allows.
-    """
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise _wrong(f"input is {_kind(value)}; give {_FORMS}")
-    kinds = {type(item) for item in value}
-    if kinds == {int}:
-        return [value]
-    if len(value) > MAX_INPUTS:
-        raise _wrong(f"input has {len(value):,} items, the limit is {MAX_INPUTS:,}: send several requests")
-    if kinds == {list}:
-        for index, ids in enumerate(value):
-            _check_ids(ids, index)
-    elif not kinds <= {str}:
-        _refuse_items(value)
-    return value
-
-
-def _check_ids(ids: list[object], index: int) -> None:
-    for place, item in enumerate(ids):
-        if type(item) is not int:  # a bool is an int to isinstance
-            raise _wrong(f"input[{index}][{place}] is {_kind(item)}; token ids are integers")
-
-
-def _refuse_items(items: list[object]) -> None:
-    for index, item in enumerate(items):
-        if type(item) not in (str, int, list):
-            raise _wrong(f"input[{index}] is {_kind(item)}; give {_FORMS}")
-        if type(item) is not type(items[0]):
-            raise _wrong(f"input[{index}] is {_kind(item)} and input[0] is {_kind(items[0])}; give {_FORMS}")
-
-
-def _wrong(message: str) -> InvalidPromptError:
-    return InvalidPromptError(message, param="input")
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, (int, float)):
-        return f"the number {value}"
-    if isinstance(value, str):
-        return "a string"
-    if isinstance(value, list):
-        return "an array"
-    return "null" if value is None else "an object"
-
-
-class EmbeddingRequest(BaseModel):
-    """What is embedded, and how. Unknown fields are ignored."""
-
-    model_config = ConfigDict(strict=True, frozen=True)
-
-    input: Annotated[list[str] | list[list[int]], PlainValidator(as_inputs), WithJsonSchema(_INPUT_SCHEMA)]
-    model: str | None = Field(None, description="The served model's name; may be left out.")
-    encoding_format: Literal["float", "base64"] | None = Field(
-        "float", description="base64 is that of the vector's little-endian float32 bytes."
+    dimensions: int | None = Field(None, description="How many leading dimensions to keep, before scaling.")
+    normalized: bool | None = Field(None, description="The same as normalize.")
+    embedding_type: Literal["float", "base64", "int8", "uint8", "binary", "ubinary"] | None = Field(
+        None, description="encoding_format and embed_dtype in one."
     )
-    dimensions: int | None = Field(None, description="How many leading dimensions to keep.")
-    user: str | None = Field(None, description="Taken for compatibility, and not used.")
-    prompt_name: str | None = Field(None, description="Which of the model's prompts to put before each text.")
-    normalize: bool | None = Field(None, description="Whether vectors are scaled to unit length.")
-    truncate_prompt_tokens: int | None = Field(
-        None,
-        description="Cut longer inputs to this many tokens; -1 for the model's limit. Without it they are refused.",
-    )
-    truncation_side: Literal["left", "right"] | None = Field(None, description="Which end is cut.")
+    late_chunking: bool | None = Field(None, description="Not served over HTTP.")
+    return_multivector: bool | None = Field(None, description="Not served here: POST /pooling gives vectors per token.")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_what_cannot_be_honoured(cls, fields: Any) -> Any:
-        for name, allowed in _ONLY_VALUES.items():
-            if fields.get(name) not in allowed:
-                raise InvalidParameterError(f"{name}={fields[name]!r} is not supported: leave it out", param=name)
-        return fields
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        for name, instead in (
+            ("late_chunking", "call LLM.embed_spans"),
+            ("return_multivector", "POST /pooling with task=token_embed"),
+        ):
+            if getattr(self, name):
+                raise InvalidParameterError(f"{name}=true is not supported here: {instead}", param=name)
+        for name, others in (("normalized", ("normalize",)), ("embedding_type", ("encoding_format", "embed_dtype"))):
+            if getattr(self, name) is not None and any(getattr(self, other) is not None for other in others):
+                raise InvalidParameterError(f"{name} and {' and '.join(others)} say the same: give one", param=name)
+
+    @property
+    def form(self) -> tuple[str, str]:
+        """encoding_format and embed_dtype."""
+        if self.embedding_type is not None:
+            encoding_format, dtype = _JINA_TYPES[self.embedding_type]
+            return encoding_format, dtype or "float32"
+        return self.encoding_format or "float", self.embed_dtype or "float32"
 
     @property
     def pooling_params(self) -> PoolingParams:
-        return PoolingParams(dimensions=self.dimensions, normalize=self.normalize)
-
-    @property
-    def prompt_options(self) -> PromptOptions:
-        return PromptOptions(
-            prompt_name=self.prompt_name,
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
-            truncation_side=self.truncation_side,
+        return PoolingParams(
+            dimensions=self.dimensions,
+            normalize=self.normalize if self.normalized is None else self.normalized,
+            activation=self.activation,
+            use_activation=self.use_activation,
         )
 
 
 class EmbeddingData(BaseModel):
-    """One vector: numbers, or base64 of its little-endian float32 bytes."""
+    """One vector: numbers, or base64 of their bytes."""
 
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
-
-
-class Usage(BaseModel):
-    """Tokens that were run, special tokens included.
-
-    `truncated_tokens` is there where something was cut off, and `split_inputs`, how many inputs were run in windows,
-    where some were.
-    """
-
-    prompt_tokens: int
-    total_tokens: int
-    truncated_tokens: int | None = None
-    split_inputs: int | None = None
 
 
 class EmbeddingResponse(BaseModel):

@@ -1,4 +1,4 @@
-"""The one shape that every error has, which is OpenAI's."""
+"""What errors look like, in the shape of each API."""
 
 from __future__ import annotations
 
@@ -15,6 +15,20 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """The body of every response whose status is not 2xx."""
+    """The shape of OpenAI's API, and of every route that is not another API's."""
 
     error: ErrorDetail
+
+
+class TEIErrorResponse(BaseModel):
+    """The shape of text-embeddings-inference."""
+
+    error: str
+    error_type: str
+
+
+class CohereErrorResponse(BaseModel):
+    """The shape of Cohere's API."""
+
+    id: str
+    message: str

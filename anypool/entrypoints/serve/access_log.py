@@ -1,0 +1,58 @@
+"""A line per request, as text or as JSON."""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import datetime, timezone
+
+import orjson
+
+from anypool.entrypoints.serve.exchange import Answer, Exchange
+
+logger = logging.getLogger("anypool.access")
+
+
+class AccessLog:
+    """Writes to the logger `anypool.access`.
+
+    Args:
+        form: "text" or "json".
+    """
+
+    def __init__(self, form: str) -> None:
+        self._as_json = form == "json"
+
+    def write(self, exchange: Exchange, answer: Answer) -> None:
+        """Notes a request that has its answer."""
+        fields = {
+            "request_id": exchange.request_id,
+            "client": exchange.client,
+            "method": exchange.method,
+            "path": exchange.path,
+            "status": answer.status,
+            "ms": round(1000 * (time.perf_counter() - exchange.began), 3),
+            "model": exchange.model,
+            "inputs": exchange.inputs,
+            "tokens": exchange.tokens,
+        }
+        if self._as_json:  # the formatter writes these fields
+            logger.info("request", extra={"fields": fields})
+        else:
+            logger.info("%s", " ".join(f"{name}={value}" for name, value in fields.items() if value not in (None, "")))
+
+
+class JsonFormatter(logging.Formatter):
+    """Log records as one JSON object per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(entry, default=str).decode("utf-8", "replace")

@@ -1,0 +1,64 @@
+"""The words that clients have for what a text is, and the prompts that checkpoints have for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from anypool.errors import InvalidParameterError
+
+# What a text is for -> what clients call it, and the names under which checkpoints keep their prompt for it.
+_QUERY = ("query", "search_query", "retrieval.query", "retrieval_query", "s2p_query", "web_search_query", "queries")
+_DOCUMENT = ("document", "search_document", "retrieval.passage", "retrieval_document", "passage", "corpus", "documents")
+_USES: tuple[tuple[str, ...], ...] = (
+    _QUERY,
+    _DOCUMENT,
+    ("classification",),
+    ("clustering", "separation"),
+    ("text-matching", "sts", "semantic_similarity", "sentence_similarity"),
+)
+
+
+@dataclass(frozen=True)
+class NamedPrompts:
+    """A model's prompts by name, found by whatever name a client has for them."""
+
+    prompts: Mapping[str, str] = field(default_factory=dict)
+
+    def choose(
+        self, *, prompt: str | None, prompt_name: str | None, input_type: str | None, task: str | None
+    ) -> tuple[str | None, str | None]:
+        """A prompt's name or its text, of which at most one is set: where neither is, the default one applies.
+
+        Raises:
+            InvalidParameterError: Several fields say different things, or a word is unknown.
+        """
+        given = {"prompt": prompt, "prompt_name": prompt_name, "input_type": input_type, "task": task}
+        named = {name: value for name, value in given.items() if value is not None}
+        if not named:
+            return None, None
+        if len(named) > 1:
+            first, *others = named
+            raise InvalidParameterError(
+                f"{first} and {' and '.join(others)} are ways to say the same: give one", param=first
+            )
+        [(name, value)] = named.items()
+        if name == "prompt":
+            return None, value
+        if name == "prompt_name":
+            return value, None  # the engine knows which there are
+        return self._for_use(name, value)
+
+    def _for_use(self, name: str, word: str) -> tuple[str | None, str | None]:
+        """The prompt for a use. A model that has none for documents takes them bare; for others its default applies."""
+        if word in self.prompts:
+            return word, None
+        use = next((use for use in _USES if word.lower() in use), None)
+        if use is None:
+            known = ", ".join(map(repr, dict.fromkeys([*self.prompts, *(use[0] for use in _USES)])))
+            raise InvalidParameterError(f"{name}={word!r} is unknown; known: {known}", param=name)
+        by_lower_case = {key.lower(): key for key in self.prompts}
+        own = next((by_lower_case[key] for key in use if key in by_lower_case), None)
+        if own is None and use is _DOCUMENT:
+            return None, ""
+        return own, None

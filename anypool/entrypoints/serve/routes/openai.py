@@ -1,0 +1,135 @@
+"""`/v1/embeddings`, `/pooling`, `/classify` and `/reward`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from anypool.engine.request import Request
+from anypool.entrypoints.serve.call import Call, Work
+from anypool.entrypoints.serve.encoding import (
+    Form,
+    Stamp,
+    as_array,
+    as_matrix,
+    json_answer,
+    json_of,
+    rows_answer,
+    usage_of,
+)
+from anypool.entrypoints.serve.exchange import Answer
+from anypool.entrypoints.serve.route import Route
+from anypool.entrypoints.serve.schemas.embeddings import EmbeddingRequest, EmbeddingResponse
+from anypool.entrypoints.serve.schemas.pooling import (
+    ClassifyRequest,
+    ClassifyResponse,
+    PoolingRequest,
+    PoolingResponse,
+    RewardRequest,
+    RewardResponse,
+)
+from anypool.entrypoints.serve.served import ServedModel
+from anypool.pooling.tasks import PoolingTask, encode2pooling_task, parse_task
+
+Encode = Callable[[list[torch.Tensor], Stamp], Answer]
+
+
+def embeddings(asked: EmbeddingRequest, model: ServedModel) -> Work:
+    """Vectors of texts, token ids or conversations."""
+    encoding, dtype = asked.form
+    form = Form(encoding=encoding, dtype=dtype, endianness=asked.endianness or "little")
+    requests = model.prepare(asked.input or [], PoolingTask.EMBED, asked)
+
+    def encode(results: list[torch.Tensor], stamp: Stamp) -> Answer:
+        return rows_answer(
+            list(as_matrix(results)), form, stamp.head("embd"), usage_of(requests), kind="embedding", key="embedding"
+        )
+
+    return Work(requests=requests, encode=encode)
+
+
+def pooling(asked: PoolingRequest, model: ServedModel) -> Work:
+    """Any task by its name; with none, the task that the old name `encode` stands for."""
+    if asked.task in (None, "encode"):
+        task = encode2pooling_task(model.engine.supported_tasks)
+    else:
+        task = parse_task(asked.task or "")
+    form = Form(
+        encoding=asked.encoding_format or "float",
+        dtype=asked.embed_dtype or "float32",
+        endianness=asked.endianness or "little",
+    )
+    requests = model.prepare(asked.input or [], task, asked)
+
+    def encode(results: list[torch.Tensor], stamp: Stamp) -> Answer:
+        rows = [as_array(result) for result in results]
+        return rows_answer(rows, form, stamp.head("pool"), usage_of(requests), kind="pooling", key="data", shapes=True)
+
+    return Work(requests=requests, encode=encode)
+
+
+def classify(asked: ClassifyRequest, model: ServedModel) -> Work:
+    """Labels of texts, and the scores of all labels."""
+    requests = model.prepare(asked.input or [], PoolingTask.CLASSIFY, asked)
+
+    def encode(results: list[torch.Tensor], stamp: Stamp) -> Answer:
+        data = []
+        for index, (request, result) in enumerate(zip(requests, results, strict=True)):
+            probs = as_array(result)
+            label = model.labels(request, len(probs))[int(probs.argmax())]
+            data.append({"index": index, "label": label, "probs": json_of(probs), "num_classes": len(probs)})
+        return json_answer({**stamp.head("classify"), "data": data, "usage": usage_of(requests)})
+
+    return Work(requests=requests, encode=encode)
+
+
+def reward(asked: RewardRequest, model: ServedModel) -> Work:
+    """Rewards of texts."""
+    requests = model.prepare(asked.input or [], PoolingTask.REWARD, asked)
+    return Work(requests=requests, encode=_encode_rewards(requests))
+
+
+def _encode_rewards(requests: list[Request]) -> Encode:
+    def encode(results: list[torch.Tensor], stamp: Stamp) -> Answer:
+        data = [
+            {"object": "reward", "index": index, "reward": json_of(_reward_of(as_array(result)))}
+            for index, result in enumerate(results)
+        ]
+        return json_answer({**stamp.head("reward"), "data": data, "usage": usage_of(requests)})
+
+    return encode
+
+
+def _reward_of(rows: NDArray[np.float32]) -> Any:
+    """A number for a text, numbers for its steps, or rows as they are."""
+    if rows.shape == (1,):
+        return rows[0]
+    return np.ascontiguousarray(rows[:, 0]) if rows.ndim == 2 and rows.shape[1] == 1 else rows
+
+
+ROUTES = (
+    Route(
+        paths=("/v1/embeddings", "/embeddings"),
+        summary="Embeds texts, token ids or conversations",
+        calls=(Call(EmbeddingRequest, embeddings, EmbeddingResponse),),
+    ),
+    Route(
+        paths=("/pooling",),
+        summary="Runs any task of the model",
+        calls=(Call(PoolingRequest, pooling, PoolingResponse),),
+    ),
+    Route(
+        paths=("/classify",),
+        summary="Labels texts",
+        calls=(Call(ClassifyRequest, classify, ClassifyResponse),),
+    ),
+    Route(
+        paths=("/reward",),
+        summary="Rewards texts, or the steps in them",
+        calls=(Call(RewardRequest, reward, RewardResponse),),
+    ),
+)

@@ -1,0 +1,167 @@
+"""What is asked about the server itself: health, models, versions, metrics and documents. None of it runs a model, and
+none of it waits for the device thread, so it answers while that is busy.
+"""
+
+from __future__ import annotations
+
+import html
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+import anypool
+from anypool.entrypoints.serve.encoding import json_answer
+from anypool.entrypoints.serve.exchange import Answer, Exchange
+from anypool.entrypoints.serve.http_errors import ErrorStyle, HTTPError
+from anypool.entrypoints.serve.openapi import document
+from anypool.entrypoints.serve.route import Route
+from anypool.entrypoints.serve.schemas.models import (
+    HealthResponse,
+    InfoResponse,
+    ModelCard,
+    ModelList,
+    VersionResponse,
+)
+from anypool.entrypoints.serve.served import ServedModel
+from anypool.errors import EngineDeadError
+
+if TYPE_CHECKING:
+    from anypool.entrypoints.serve.app import Application
+
+_MODEL_PATH = "/v1/models/"
+
+
+def live(app: Application, exchange: Exchange) -> Answer:
+    """Whether the process is worth keeping: 503 where a device thread is dead or stuck."""
+    for model in app.models:
+        health = model.engine.health()
+        if health.status == "dead":
+            raise EngineDeadError(f"the engine has stopped, restart the server: {health.message}")
+        if health.status == "stuck":
+            raise EngineDeadError(f"the engine is stuck: {health.message}")
+    return json_answer({"status": "ok"})
+
+
+def ready(app: Application, exchange: Exchange) -> Answer:
+    """Whether requests should be sent here: as `live`, and 503 from SIGTERM on."""
+    if app.is_draining:
+        raise HTTPError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "1"})
+    return live(app, exchange)
+
+
+def version(app: Application, exchange: Exchange) -> Answer:
+    """The version of anypool."""
+    return json_answer({"version": anypool.__version__})
+
+
+def list_models(app: Application, exchange: Exchange) -> Answer:
+    """The served models."""
+    return json_answer({"object": "list", "data": [_model_card(model) for model in app.models]})
+
+
+def get_model(app: Application, exchange: Exchange) -> Answer:
+    """One of them."""
+    return json_answer(_model_card(app.models.find(exchange.path.removeprefix(_MODEL_PATH))))
+
+
+def _model_card(model: ServedModel) -> dict[str, Any]:
+    return ModelCard(
+        id=model.name,
+        created=model.created,
+        root=model.engine.config.model,
+        max_model_len=model.engine.max_model_len,
+    ).model_dump()
+
+
+def info(app: Application, exchange: Exchange) -> Answer:
+    """What text-embeddings-inference says of a model, and everything that `anypool info` does."""
+    model = app.models.find(None)
+    engine = model.engine
+    config, loaded = engine.config, engine.loaded
+    assert config.max_num_batched_tokens is not None
+    return json_answer(
+        InfoResponse(
+            model_id=model.name,
+            model_sha=config.revision,
+            model_dtype=str(loaded.dtype).removeprefix("torch."),
+            served_model_name=model.name,
+            model_type=_model_type(model),
+            max_concurrent_requests=config.max_queued_tokens,
+            max_input_length=engine.max_model_len,
+            max_batch_tokens=config.max_num_batched_tokens,
+            max_batch_requests=config.max_num_seqs,
+            max_client_batch_size=app.options.max_inputs,
+            auto_truncate=True,
+            tokenization_workers=model.async_engine.num_threads,
+            version=anypool.__version__,
+            card=model.card,
+        ).model_dump()
+    )
+
+
+def _model_type(model: ServedModel) -> dict[str, Any]:
+    if model.kind == "embedding":
+        types = model.card["pooling"].get("pooling_type", {}).get("value", "")
+        listed = [types] if isinstance(types, str) else types
+        return {"embedding": {"pooling": "+".join(str(one).lower() for one in listed)}}
+    labels = model.engine.loaded.config.head.id2label
+    labelled = {
+        "id2label": {str(i): label for i, label in labels.items()},
+        "label2id": {label: i for i, label in labels.items()},
+    }
+    return {"reranker" if model.kind == "reranker" else "classifier": labelled}
+
+
+def metrics(app: Application, exchange: Exchange) -> Answer:
+    """All counters, in Prometheus' text form."""
+    return Answer(app.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def openapi(app: Application, exchange: Exchange) -> Answer:
+    """The OpenAPI document."""
+    return Answer(orjson.dumps(document(app.routes, has_keys=app.keys.are_needed)))
+
+
+def docs(app: Application, exchange: Exchange) -> Answer:
+    """The routes as a page that needs nothing from elsewhere."""
+    shown = [route for route in app.routes if route.is_shown]
+    rows = "".join(
+        f"<tr><td>{', '.join(route.methods)}</td><td><code>{html.escape('  '.join(route.paths))}</code></td>"
+        f"<td>{html.escape(route.summary)}</td></tr>"
+        for route in shown
+    )
+    page = (
+        "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
+        f"<title>anypool {anypool.__version__}</title>"
+        "<style>body{font:1rem/1.5 system-ui;margin:2rem auto;max-width:60rem;padding:0 1rem}"
+        "td{padding:.3rem 1rem .3rem 0;vertical-align:top;border-top:1px solid #8884}</style>"
+        f"<h1>anypool {anypool.__version__}</h1><p>Fields and answers of every route are in "
+        f"<a href='/openapi.json'>/openapi.json</a>.</p><table>{rows}</table></html>"
+    )
+    return Answer(page.encode(), media_type="text/html; charset=utf-8")
+
+
+def _get(path: str, summary: str, answer: Any, response: Any = None, **more: Any) -> Route:
+    return Route(paths=(path,), summary=summary, methods=("GET",), answer=answer, response=response, **more)
+
+
+ROUTES = (
+    _get("/health", "Whether requests should be sent here", ready, HealthResponse, is_public=True),
+    _get("/health/ready", "The same", ready, HealthResponse, is_public=True),
+    _get("/health/live", "Whether the process is worth keeping", live, HealthResponse, is_public=True),
+    Route(
+        paths=("/ping",),
+        summary="The same as /health, for SageMaker",
+        methods=("GET", "POST"),
+        answer=ready,
+        response=HealthResponse,
+        is_public=True,
+    ),
+    _get("/version", "The version of anypool", version, VersionResponse),
+    _get("/v1/models", "The served models", list_models, ModelList),
+    _get(_MODEL_PATH + "{model}", "One of them", get_model, ModelCard),
+    _get("/info", "Everything about the model", info, InfoResponse, style=ErrorStyle.TEI),
+    _get("/metrics", "All counters, for Prometheus", metrics),
+    _get("/openapi.json", "The OpenAPI document", openapi, is_shown=False),
+    _get("/docs", "The routes as a page", docs, is_shown=False),
+)

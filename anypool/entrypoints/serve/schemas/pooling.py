@@ -1,0 +1,128 @@
+"""`POST /pooling`, `/classify` and `/reward`: any task by its name, labels, rewards."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from anypool.entrypoints.serve.schemas.chat import ChatFields
+from anypool.entrypoints.serve.schemas.common import Usage
+from anypool.entrypoints.serve.schemas.encoding import EncodingFields
+from anypool.errors import InvalidParameterError
+from anypool.pooling.params import PoolingParams
+
+
+class _StepFields(ChatFields):
+    step_tag_id: int | None = Field(None, description="Keep the tokens with this id, of a result per token.")
+    returned_token_ids: list[int] | None = Field(None, description="Columns of a score per token to keep.")
+
+    @property
+    def pooling_params(self) -> PoolingParams:
+        return PoolingParams(
+            normalize=self.normalize,
+            activation=self.activation,
+            use_activation=self.use_activation,
+            step_tag_id=self.step_tag_id,
+            returned_token_ids=self.returned_token_ids,
+        )
+
+
+class PoolingRequest(_StepFields, EncodingFields):
+    """What is run, and what it gets: `task` is one of embed, classify, reward, token_embed and token_classify."""
+
+    dimensions: int | None = Field(None, description="For embed: how many leading dimensions to keep.")
+
+    @property
+    def _asked_use(self) -> str | None:
+        return None  # here `task` is the pooling task
+
+    @property
+    def pooling_params(self) -> PoolingParams:
+        return PoolingParams(
+            dimensions=self.dimensions,
+            normalize=self.normalize,
+            activation=self.activation,
+            use_activation=self.use_activation,
+            step_tag_id=self.step_tag_id,
+            returned_token_ids=self.returned_token_ids,
+        )
+
+
+class PoolingData(BaseModel):
+    """One result: a vector or rows of numbers, or base64 of their bytes with their shape."""
+
+    object: Literal["pooling"]
+    index: int
+    data: list[list[float]] | list[float] | str
+    shape: list[int] | None = None
+
+
+class PoolingResponse(BaseModel):
+    """The results, in the order of the inputs."""
+
+    object: Literal["list"]
+    id: str
+    created: int
+    model: str
+    data: list[PoolingData]
+    usage: Usage
+
+
+class ClassifyRequest(ChatFields):
+    """What is classified."""
+
+    raw_scores: bool | None = Field(None, description="True for scores before the activation.")
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.raw_scores and (self.use_activation or self.activation is not None):
+            raise InvalidParameterError("raw_scores=true contradicts the activation that is asked", param="raw_scores")
+
+    @property
+    def pooling_params(self) -> PoolingParams:
+        raw = False if self.raw_scores else self.use_activation
+        return PoolingParams(normalize=self.normalize, activation=self.activation, use_activation=raw)
+
+
+class ClassifyData(BaseModel):
+    """The label with the highest score, and the scores of all, in the order of the model's labels."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyResponse(BaseModel):
+    """The labels, in the order of the inputs."""
+
+    object: Literal["list"]
+    id: str
+    created: int
+    model: str
+    data: list[ClassifyData]
+    usage: Usage
+
+
+class RewardRequest(_StepFields):
+    """What is rewarded."""
+
+
+class RewardData(BaseModel):
+    """A text's reward; one per step for a process-reward model, a row per token for a model without a head."""
+
+    object: Literal["reward"]
+    index: int
+    reward: float | list[float] | list[list[float]]
+
+
+class RewardResponse(BaseModel):
+    """The rewards, in the order of the inputs."""
+
+    object: Literal["list"]
+    id: str
+    created: int
+    model: str
+    data: list[RewardData]
+    usage: Usage

@@ -1,0 +1,176 @@
+"""`POST /score` and `/rerank`: vLLM's fields, and those of Jina and Cohere."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field, PlainValidator, ValidationInfo, WithJsonSchema
+
+from anypool.entrypoints.serve.schemas.common import CommonFields, Texts, Usage, check_count, kind_of
+from anypool.errors import InvalidParameterError, InvalidPromptError
+
+# The names of the two sides of a pair, in the order in which they are looked for.
+_SIDES = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
+
+
+class _PairFields(CommonFields):
+    TRUNCATES: ClassVar[bool] = True
+
+    max_tokens_per_query: int | None = Field(None, ge=0, description="Cut queries to this many tokens; 0 for no limit.")
+    max_tokens_per_doc: int | None = Field(None, ge=0, description="Cut documents to this many tokens; 0 for no limit.")
+    instruction: str | None = Field(None, description="For rerankers whose template takes one.")
+    chat_template: str | None = Field(None, description="A Jinja template, where the server takes one from requests.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="`instruction` may stand here as well.")
+    raw_scores: bool | None = Field(None, description="True for scores before the activation.")
+
+    @property
+    def asked_instruction(self) -> str | None:
+        """The instruction, wherever it stands."""
+        variables = dict(self.chat_template_kwargs or {})
+        given = variables.pop("instruction", None)
+        if variables:
+            name = next(iter(variables))
+            raise InvalidParameterError(
+                f"chat_template_kwargs has {name!r:.80}; only instruction is taken", param="chat_template_kwargs"
+            )
+        if given is not None and (self.instruction is not None or not isinstance(given, str)):
+            raise InvalidParameterError("give one instruction, a text", param="instruction")
+        return self.instruction if given is None else given
+
+
+class ScoreRequest(_PairFields):
+    """Pairs of texts, under one of four pairs of names: 1:1, 1:N or N:N."""
+
+    queries: Texts | None = None
+    documents: Texts | None = None
+    items: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+
+    @property
+    def sides(self) -> tuple[list[str], list[str]]:
+        """Both sides.
+
+        Raises:
+            InvalidParameterError: A side is missing, or there under two names.
+        """
+        given = {name for pair in _SIDES for name in pair if getattr(self, name) is not None}
+        for first, second in _SIDES:
+            if given == {first, second}:
+                return getattr(self, first), getattr(self, second)
+        known = ", or ".join(f"{first} and {second}" for first, second in _SIDES)
+        raise InvalidParameterError(f"the texts are missing, or there twice: give {known}", param="queries")
+
+
+class ScoreData(BaseModel):
+    """How well two texts fit."""
+
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class ScoreResponse(BaseModel):
+    """The scores, in the order of the pairs."""
+
+    object: Literal["list"]
+    id: str
+    created: int
+    model: str
+    data: list[ScoreData]
+    usage: Usage
+
+
+def as_documents(value: object, info: ValidationInfo) -> list[str]:
+    """Documents: texts, or objects with a `text`.
+
+    Raises:
+        InvalidPromptError: They are something else.
+    """
+    if not isinstance(value, list):
+        raise InvalidPromptError(f"documents is {kind_of(value)}; give an array of strings", param="documents")
+    check_count(value, "documents", info)
+    texts = []
+    for index, one in enumerate(value):
+        text = one.get("text") if isinstance(one, dict) else one
+        if not isinstance(text, str):
+            raise InvalidPromptError(
+                f"documents[{index}] is {kind_of(one)}; give a string, or an object with a text", param="documents"
+            )
+        texts.append(text)
+    return texts
+
+
+_DOCUMENT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+    ]
+}
+
+
+class RerankRequest(_PairFields):
+    """A query, and documents that are ordered by how well they fit it."""
+
+    query: str
+    documents: Annotated[
+        list[str], PlainValidator(as_documents), WithJsonSchema({"type": "array", "items": _DOCUMENT_SCHEMA})
+    ]
+    top_n: int | None = Field(None, ge=0, description="How many to return; 0 and nothing for all.")
+    return_documents: bool | None = Field(None, description="Whether the documents' texts are returned.")
+    rank_fields: list[str] | None = Field(None, description="Only text is read.")
+    max_chunks_per_doc: int | None = Field(None, description="Only 1 is served.")
+
+    def model_post_init(self, context: Any) -> None:
+        for name, only in (("rank_fields", ["text"]), ("max_chunks_per_doc", 1)):
+            if getattr(self, name) not in (None, only):
+                raise InvalidParameterError(
+                    f"{name}={getattr(self, name)!r:.80} is not supported: leave it out", param=name
+                )
+
+
+class RerankDocument(BaseModel):
+    """A document's text."""
+
+    text: str
+
+
+class RerankItem(BaseModel):
+    """A document's place among those given, and its score."""
+
+    index: int
+    relevance_score: float
+    document: RerankDocument | None = None
+
+
+class BilledUnits(BaseModel):
+    """What would be billed: nothing is."""
+
+    input_tokens: int | None = None
+    search_units: int | None = None
+
+
+class ApiVersion(BaseModel):
+    """Of Cohere's API."""
+
+    version: str
+
+
+class Meta(BaseModel):
+    """What Cohere's clients read."""
+
+    api_version: ApiVersion
+    billed_units: BilledUnits
+
+
+class RerankResponse(BaseModel):
+    """The documents, best first."""
+
+    object: Literal["list"]
+    id: str
+    model: str
+    results: list[RerankItem]
+    usage: Usage
+    meta: Meta

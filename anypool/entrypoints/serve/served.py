@@ -1,0 +1,214 @@
+"""The models that a server has, each an engine under a name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from anypool.adapters.chat_templates import ConversationTemplate, conversation_template
+from anypool.adapters.heads import labels_of
+from anypool.config import require
+from anypool.engine.async_engine import AsyncEngine
+from anypool.engine.engine import Engine
+from anypool.engine.preparation import PromptOptions
+from anypool.engine.request import Request
+from anypool.engine.tokenization import Tokenizer
+from anypool.entrypoints.cli_info import describe
+from anypool.entrypoints.serve.http_errors import HTTPError
+from anypool.entrypoints.serve.prompt_names import NamedPrompts
+from anypool.entrypoints.serve.schemas.chat import ChatFields
+from anypool.errors import InvalidParameterError, InvalidPromptError, PromptTooLongError
+from anypool.pooling.params import PoolingParams
+from anypool.pooling.tasks import PoolingTask
+
+# Characters of a text that is cut to what the model takes: this many, or so many per token where that is more.
+_LONGEST_TEXT = 1_000_000
+_CHARACTERS_PER_TOKEN = 250
+
+
+class ServedModel:
+    """A model as routes see it.
+
+    Args:
+        engine: What runs it.
+        trusts_templates: Whether requests may bring chat templates.
+    """
+
+    def __init__(self, engine: Engine, *, trusts_templates: bool = False) -> None:
+        self.engine = engine
+        self.async_engine = AsyncEngine(engine)
+        self.trusts_templates = trusts_templates
+        self.created = int(time.time())
+        self.name = served_name(engine)
+        self.prompts = NamedPrompts(engine.loaded.recipe.prompts)
+        self.in_windows = engine.loaded.pooler_config.enable_chunked_processing
+
+    @cached_property
+    def kind(self) -> str:
+        """What it is first of all: embedding, reranker, classifier or reward."""
+        loaded = self.engine.loaded
+        scores = loaded.defaults.scores
+        if loaded.head is not None and loaded.head.is_reward:
+            return "reward"
+        if PoolingTask.CLASSIFY in scores:
+            return "reranker" if scores[PoolingTask.CLASSIFY].columns == 1 else "classifier"
+        if PoolingTask.TOKEN_CLASSIFY in scores:
+            return "classifier"
+        return "reward" if PoolingTask.REWARD in scores else "embedding"
+
+    @cached_property
+    def card(self) -> dict[str, Any]:
+        """All that is known about it. No path of this machine is."""
+        return {**describe(self.engine), "model": self.name}
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, or an `InvalidPromptError` where there is none."""
+        if self.engine.tokenizer is None:
+            raise InvalidPromptError(f"{self.name} was loaded without a tokenizer: give token ids")
+        return self.engine.tokenizer
+
+    def prepare(self, prompts: Sequence[Any], task: PoolingTask, asked: ChatFields) -> list[Request]:
+        """Requests for what a body asks for: for prompts, or for its conversations where it has some."""
+        options = asked.prompt_options(self.prompts, in_windows=self.in_windows)
+        if asked.messages is not None:
+            if options.prompt is not None or options.prompt_name is not None:
+                raise InvalidParameterError(
+                    "messages hold their own instructions: leave the prompt out", param="prompt"
+                )
+            prompts, options = self.render(asked), _without_prompt(options)
+        return self.requests(prompts, task, asked.pooling_params, options)
+
+    def requests(
+        self, prompts: Sequence[Any], task: PoolingTask, params: PoolingParams, options: PromptOptions
+    ) -> list[Request]:
+        """Requests for prompts. Texts that would take seconds only to be cut are refused, as endless ones are.
+
+        Raises:
+            InvalidRequestError: A prompt or a parameter cannot be served.
+        """
+        for index, prompt in enumerate(prompts):
+            self.check_length(prompt, index)
+        return self.engine.prepare(prompts, task, params, options)
+
+    def check_length(self, prompt: object, index: int) -> None:
+        """Refuses a text that is endless; windows, which run the whole of a text, have a limit of their own."""
+        longest = max(_LONGEST_TEXT, _CHARACTERS_PER_TOKEN * self.engine.max_model_len)
+        if isinstance(prompt, str) and len(prompt) > longest and not self.in_windows:
+            raise PromptTooLongError(
+                f"input {index} has {len(prompt):,} characters, and this server cuts texts of at most {longest:,}"
+            )
+
+    def render(self, asked: ChatFields) -> list[str]:
+        """The texts of a body's conversations.
+
+        Raises:
+            InvalidRequestError: There is no template for them, or it is the request's and may not be used.
+        """
+        template = self._template(asked)
+        return [
+            template.render(
+                conversation,
+                add_generation_prompt=asked.add_generation_prompt,
+                continue_final_message=asked.continue_final_message,
+                variables=asked.chat_template_kwargs,
+            )
+            for conversation in asked.messages or ()
+        ]
+
+    def _template(self, asked: ChatFields) -> ConversationTemplate:
+        brought = asked.chat_template is not None or "chat_template" in (asked.chat_template_kwargs or {})
+        if brought:
+            refuse_template(trusted=self.trusts_templates)
+        if asked.chat_template is not None:
+            template = conversation_template(self._repository, self.tokenizer.named_tokens, asked.chat_template)
+        else:
+            template = self._own_template
+        if template is None:
+            raise InvalidParameterError(
+                f"{self.name} has no chat template, so it takes no messages: send input", param="messages"
+            )
+        return template
+
+    @cached_property
+    def _own_template(self) -> ConversationTemplate | None:
+        return conversation_template(self._repository, self.tokenizer.named_tokens)
+
+    @property
+    def _repository(self) -> Any:
+        loaded = self.engine.loaded
+        return loaded.repository.subfolder(loaded.recipe.backbone)
+
+    def labels(self, request: Request, columns: int) -> Mapping[int, str]:
+        """Names of the columns of a request's result."""
+        return labels_of(self.engine.loaded.config, request.plan.returned_columns or range(columns))
+
+
+def refuse_template(*, trusted: bool) -> None:
+    """Refuses a chat template that comes with a request, unless the server takes them."""
+    if not trusted:
+        raise InvalidParameterError(
+            "chat templates in requests are not taken: start the server with --trust-request-chat-template",
+            param="chat_template",
+        )
+
+
+def _without_prompt(options: PromptOptions) -> PromptOptions:
+    return PromptOptions(
+        prompt="",
+        truncate_prompt_tokens=options.truncate_prompt_tokens,
+        truncation_side=options.truncation_side,
+        special_tokens=options.special_tokens,
+    )
+
+
+def served_name(engine: Engine) -> str:
+    """The name under which a model is served: the one given, else the folder's, else the hub id."""
+    name, model = engine.config.served_model_name, engine.config.model
+    if name is not None and name != model:
+        return name
+    path = Path(model).expanduser().resolve()
+    if path.is_dir():
+        return path.name
+    return path.stem if path.is_file() else model
+
+
+class ServedModels:
+    """The models of a server, of which the first serves whoever names none.
+
+    Args:
+        models: At least one.
+
+    Raises:
+        ConfigError: Two have one name.
+    """
+
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        assert models
+        self._models = tuple(models)
+        self._by_name = {model.engine.config.model: model for model in reversed(models)}
+        self._by_name |= {model.name: model for model in models}
+        names = [model.name for model in models]
+        require(len(set(names)) == len(names), f"two models have one name: {', '.join(names)}")
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._models)
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model of that name.
+
+        Raises:
+            HTTPError: There is none.
+        """
+        if not name:
+            return self._models[0]
+        model = self._by_name.get(name)
+        if model is None:
+            served = ", ".join(repr(one.name) for one in self._models)
+            raise HTTPError(
+                404, f"the model {name!r} is not served here; served: {served}", param="model", code="model_not_found"
+            )
+        return model
