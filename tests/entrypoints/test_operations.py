@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI, HTTPException
 
 from anypool.engine.engine import Engine
 from anypool.engine.request import Request
@@ -120,7 +121,7 @@ def test_cors_is_off_unless_origins_are_named(engine: Engine) -> None:
     assert "access-control-allow-origin" not in closed.request("GET", "/health", headers=headers).headers
     opened = with_options(engine, api_key="k", allow_origin=["https://page.example"])
     preflight = opened.request("OPTIONS", "/v1/embeddings", headers=headers)
-    assert preflight.status_code == 204
+    assert preflight.status_code == 200
     assert "Authorization" in preflight.headers["access-control-allow-headers"]
     assert preflight.headers["access-control-allow-origin"] == "https://page.example"
     refused = opened.request("POST", "/v1/embeddings", headers=headers)
@@ -130,6 +131,68 @@ def test_cors_is_off_unless_origins_are_named(engine: Engine) -> None:
     assert "access-control-allow-origin" not in other.headers
     everyone = with_options(engine, allow_origin="*").request("GET", "/health", headers={"Origin": "https://x.example"})
     assert everyone.headers["access-control-allow-origin"] == "*"
+
+
+# The application as FastAPI's
+
+
+def test_the_application_can_be_mounted_and_added_to(engine: Engine) -> None:
+    app = create_app(engine, ServerOptions(docs=False))
+
+    @app.get("/own/{number}")
+    def own(number: int) -> dict[str, int]:
+        if number == 0:
+            raise HTTPException(409, "zero is taken", headers={"X-Why": "zero"})
+        return {"number": number}
+
+    whole = FastAPI(openapi_url=None)
+    whole.mount("/models", app)
+    client = Client(whole)
+    assert client.get("/models/own/3").json() == {"number": 3}
+    refused = client.get("/models/own/0")
+    assert error(refused, 409)["message"] == "zero is taken"
+    assert refused.headers["x-why"] == "zero"
+    assert client.post("/models/v1/embeddings", input="a").status_code == 200
+    assert "'/no' here" in error(client.get("/models/no"), 404)["message"]
+    counts = Client(app).get("/metrics").text
+    assert 'anypool_http_requests_total{code="200",path="/v1/embeddings"} 1.0' in counts
+    assert 'te_embed_count{method="single"} 1.0' in counts
+
+
+def test_an_error_that_has_no_handler_is_answered_inside_of_the_middleware(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit(requests: list[Request], **_: Any) -> None:
+        raise KeyError("unforeseen")
+
+    monkeypatch.setattr(engine, "submit", submit)
+    app = create_app(engine, ServerOptions(allow_origin="*"))
+
+    async def call() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=True)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            headers = {"Origin": "https://page.example", "X-Request-Id": "mine"}
+            return await client.post("/v1/embeddings", json={"input": "a"}, headers=headers)
+
+    response = asyncio.run(call())
+    assert "KeyError" in error(response, 500)["message"]
+    assert response.headers["x-request-id"] == "mine"
+    assert response.headers["access-control-allow-origin"] == "*"
+
+
+def test_a_request_that_is_cancelled_is_not_counted_as_running(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = with_options(engine)
+
+    async def call() -> None:
+        transport = httpx.ASGITransport(app=client.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as own:
+            await asyncio.wait_for(own.post("/v1/embeddings", json={"input": "a"}), 0.2)
+
+    with monkeypatch.context() as patched:
+        held(engine, patched)
+        with pytest.raises(TimeoutError):
+            asyncio.run(call())
+    assert samples(client)["anypool_http_requests_running"] == 1  # the one that asks
 
 
 # Limits and deadlines

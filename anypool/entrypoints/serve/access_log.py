@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 
 import orjson
 
-from anypool.entrypoints.serve.exchange import Answer, Exchange
+from anypool.entrypoints.serve.exchange import Exchange
 
 logger = logging.getLogger("anypool.access")
 
@@ -23,14 +23,15 @@ class AccessLog:
     def __init__(self, form: str) -> None:
         self._as_json = form == "json"
 
-    def write(self, exchange: Exchange, answer: Answer) -> None:
+    def write(self, exchange: Exchange, status: int) -> None:
         """Notes a request that has its answer."""
+        request = exchange.request
         fields = {
             "request_id": exchange.request_id,
-            "client": exchange.client,
-            "method": exchange.method,
+            "client": request.client.host if request.client else None,
+            "method": request.method,
             "path": exchange.path,
-            "status": answer.status,
+            "status": status,
             "ms": round(1000 * (time.perf_counter() - exchange.began), 3),
             "model": exchange.model,
             "inputs": exchange.inputs,

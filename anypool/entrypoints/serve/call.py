@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import torch
 from pydantic import BaseModel, ValidationError
+from starlette.responses import Response
 
 from anypool.engine.async_engine import ServingOptions
 from anypool.engine.request import Request, leaves
 from anypool.entrypoints.serve.encoding import Stamp
-from anypool.entrypoints.serve.exchange import Answer, Exchange
+from anypool.entrypoints.serve.exchange import Exchange
 from anypool.entrypoints.serve.http_errors import ErrorStyle, HTTPError
 from anypool.entrypoints.serve.schemas.common import CommonFields
 from anypool.entrypoints.serve.served import ServedModel
 from anypool.errors import DeadlineExceededError, InvalidParameterError, InvalidRequestError
 
 if TYPE_CHECKING:
-    from anypool.entrypoints.serve.app import Application
+    from anypool.entrypoints.serve.state import ServerState
 
 # A value that is quoted in a message is cut to this many characters.
 _LONGEST_QUOTE = 80
@@ -47,7 +48,7 @@ class Work:
     """
 
     requests: list[Request]
-    encode: Callable[[list[torch.Tensor], Stamp], Answer]
+    encode: Callable[[list[torch.Tensor], Stamp], Response]
     cut: int = 0
 
 
@@ -75,19 +76,19 @@ def has(*names: str) -> Callable[[Mapping[str, Any], ServedModel], bool]:
     return lambda body, model: all(name in body for name in names)
 
 
-async def serve_call(app: Application, exchange: Exchange, calls: Sequence[Call]) -> Answer:
+async def serve_call(state: ServerState, exchange: Exchange, calls: Sequence[Call]) -> Response:
     """Serves a request of a route with these forms of body.
 
     Raises:
         Exception: Whatever there is to be told in place of an answer.
     """
-    options = app.options
+    options = state.options
     timeout_s = _timeout(exchange, options.request_timeout)
     body = await exchange.read_body(options.max_body_bytes, min(timeout_s, options.body_timeout))
     if len(body) <= _INLINE_BYTES:
-        asked, call, model = _parse(app, exchange, body, calls)
+        asked, call, model = _parse(state, exchange, body, calls)
     else:
-        asked, call, model = await exchange.unless_gone(asyncio.to_thread(_parse, app, exchange, body, calls))
+        asked, call, model = await exchange.unless_gone(asyncio.to_thread(_parse, state, exchange, body, calls))
     stamp = Stamp(request_id=asked.request_id or exchange.request_id, model=model.name)
     works: list[Work] = []
     prepare_s = 0.0
@@ -113,13 +114,13 @@ async def serve_call(app: Application, exchange: Exchange, calls: Sequence[Call]
         answer = work.encode(results, stamp)
     else:
         answer = await asyncio.to_thread(work.encode, results, stamp)
-    _note(app, exchange, answer, work, prepare_s)
+    _note(state, exchange, answer, work, prepare_s)
     return answer
 
 
 def _timeout(exchange: Exchange, most: float | None) -> float:
     """Seconds that a request may take: the server's, or fewer where the client says so."""
-    asked = exchange.header(b"x-request-timeout")
+    asked = exchange.header("x-request-timeout")
     limit = math.inf if most is None else most
     if asked is None:
         return limit
@@ -133,7 +134,7 @@ def _timeout(exchange: Exchange, most: float | None) -> float:
 
 
 def _parse(
-    app: Application, exchange: Exchange, body: bytes, calls: Sequence[Call]
+    state: ServerState, exchange: Exchange, body: bytes, calls: Sequence[Call]
 ) -> tuple[CommonFields, Call, ServedModel]:
     """Parses a JSON object. Invalid UTF-8, lone surrogates, NaN and deep nesting are refused by the parser.
 
@@ -150,11 +151,11 @@ def _parse(
     if not isinstance(value, dict):
         raise HTTPError(400, f"the body is {_quote(value)}: send a JSON object")
     name = value.get("model")
-    model = app.models.find(name if isinstance(name, str) else None)
+    model = state.models.find(name if isinstance(name, str) else None)
     call = next((one for one in calls if one.when is not None and one.when(value, model)), calls[-1])
     exchange.style, exchange.model = call.style, model.name
     try:
-        return call.schema.model_validate(value, context={"max_inputs": app.options.max_inputs}), call, model
+        return call.schema.model_validate(value, context={"max_inputs": state.options.max_inputs}), call, model
     except ValidationError as error:
         raise _first_complaint(error) from None
 
@@ -187,7 +188,7 @@ def _check_tokens(requests: Sequence[Request], most: int | None) -> None:
         )
 
 
-def _note(app: Application, exchange: Exchange, answer: Answer, work: Work, prepare_s: float) -> None:
+def _note(state: ServerState, exchange: Exchange, answer: Response, work: Work, prepare_s: float) -> None:
     """Timing headers as text-embeddings-inference has them, in milliseconds; what was cut; what metrics count."""
     ran = leaves(work.requests)
     exchange.inputs, exchange.tokens = len(work.requests), sum(map(len, ran))
@@ -202,7 +203,7 @@ def _note(app: Application, exchange: Exchange, answer: Answer, work: Work, prep
     headers["x-inference-time"] = _milliseconds(inference_s)
     if truncated:
         headers["x-truncated-tokens"] = str(truncated)
-    app.metrics.ran(exchange, prepare_s=prepare_s, queue_s=queue_s, inference_s=inference_s)
+    state.metrics.ran(exchange, prepare_s=prepare_s, queue_s=queue_s, inference_s=inference_s)
 
 
 def _milliseconds(seconds: float) -> str:

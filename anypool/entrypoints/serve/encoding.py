@@ -13,9 +13,9 @@ import numpy as np
 import orjson
 import torch
 from numpy.typing import NDArray
+from starlette.responses import Response
 
 from anypool.engine.request import Request, leaves
-from anypool.entrypoints.serve.exchange import Answer
 from anypool.errors import InvalidParameterError
 from anypool.pooling.quantize import quantize_embeddings
 
@@ -105,8 +105,8 @@ def base64_of(row: NDArray[Any]) -> str:
     return base64.b64encode(row.data).decode("ascii")
 
 
-def json_answer(body: Any) -> Answer:
-    return Answer(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY))
+def json_answer(body: Any) -> Response:
+    return Response(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
 
 
 def rows_answer(
@@ -118,7 +118,7 @@ def rows_answer(
     kind: str,
     key: str,
     shapes: bool = False,
-) -> Answer:
+) -> Response:
     """A response with an entry per result.
 
     Args:
@@ -148,11 +148,11 @@ def rows_answer(
 
 def _bytes_answer(
     rows: Sequence[NDArray[np.float32]], form: Form, head: dict[str, Any], usage: dict[str, Any]
-) -> Answer:
+) -> Response:
     """All results one after the other; where each lies is in the header `metadata`, as vLLM has it."""
     packed = [form.packed(row) for row in rows]
     body = b"".join(row.tobytes() for row in packed)
-    answer = Answer(body, media_type="application/octet-stream")
+    answer = Response(body, media_type="application/octet-stream")
     if form.encoding == "bytes":
         if len(rows) > _MOST_DESCRIBED:
             raise InvalidParameterError(

@@ -1,88 +1,66 @@
-"""One HTTP request and its answer, over ASGI.
-
-Every layer that a web framework puts around a handler costs each request; a lone embedding takes about 2 ms, so the
-server speaks ASGI itself. This file is all of it.
-"""
+"""What is known about one request, and the ways to wait for its client that Starlette does not have."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
-from dataclasses import dataclass, field
-from functools import cached_property
+import uuid
+from collections.abc import Coroutine
+from contextlib import aclosing
 from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
 
 from anypool.entrypoints.serve.http_errors import ErrorStyle, HTTPError
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 ResultT = TypeVar("ResultT")
 
 # Seconds of work after which somebody looks whether the client is still there.
 _WATCHED_AFTER_S = 0.02
-
-
-class ClientGoneError(Exception):
-    """The client closed the connection; nobody reads an answer."""
-
-
-@dataclass
-class Answer:
-    """A response."""
-
-    body: bytes = b""
-    status: int = 200
-    media_type: str = "application/json"
-    headers: dict[str, str] = field(default_factory=dict)
+_LONGEST_REQUEST_ID = 128
 
 
 class Exchange:
-    """A request, and what is known about it so far.
+    """A request, and what is known about it so far. It lies in `request.state.exchange`.
 
     Attributes:
-        style: In whose shape errors are answered.
+        request: Starlette's.
         request_id: The client's name for it, or one of ours.
+        path: Of its URL, without what the application is mounted under.
         began: When it arrived, on `time.perf_counter`'s clock.
+        style: In whose shape errors are answered.
         model: Name of the model that serves it, once known.
         inputs, tokens: How many there are, once known.
     """
 
-    def __init__(self, scope: Message, receive: Receive, send: Send) -> None:
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
-        self._scope, self._receive, self._send = scope, receive, send
+    def __init__(self, request: Request) -> None:
+        self.request = request
         self.began = time.perf_counter()
+        self.request_id = _request_id(request.headers.get("x-request-id"))
+        self.path: str = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
         self.style = ErrorStyle.OPENAI
-        self.request_id = ""
         self.model = ""
         self.inputs = 0
         self.tokens = 0
 
-    @cached_property
-    def _headers(self) -> dict[bytes, bytes]:
-        return dict(self._scope["headers"])
+    @staticmethod
+    def of(request: Request) -> Exchange:
+        """The one of a request that came through `ExchangeMiddleware`."""
+        found: Exchange = request.state.exchange
+        return found
 
-    def header(self, name: bytes) -> str | None:
-        """A header by its name in lower case."""
-        value = self._headers.get(name)
-        return None if value is None else value.decode("latin-1")
-
-    @property
-    def client(self) -> str | None:
-        """Address of whoever is connected."""
-        address = self._scope.get("client")
-        return address[0] if address else None
+    def header(self, name: str) -> str | None:
+        """A header of the request."""
+        return self.request.headers.get(name)
 
     async def read_body(self, limit: int, timeout_s: float) -> bytes:
         """The body.
 
         Raises:
             HTTPError: It has more bytes than `limit`, or is not all there after `timeout_s` seconds.
-            ClientGoneError: The client went away.
+            ClientDisconnect: The client went away.
         """
-        length = self.header(b"content-length")
+        length = self.header("content-length")
         if length is not None and length.isdigit() and int(length) > 2 * limit:
             raise _too_large(limit)
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
@@ -112,27 +90,24 @@ class Exchange:
         """
         chunks: list[bytes] = []
         size = 0
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGoneError
-            chunk = message.get("body", b"")
-            size += len(chunk)
-            if size <= limit:
-                chunks.append(chunk)
-            else:
-                chunks.clear()
-            if size > 2 * limit or not message.get("more_body", False):
-                break
+        async with aclosing(self.request.stream()) as stream:
+            async for chunk in stream:
+                size += len(chunk)
+                if size <= limit:
+                    chunks.append(chunk)
+                else:
+                    chunks.clear()
+                if size > 2 * limit:
+                    break
         if size > limit:
             raise _too_large(limit)
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        return b"".join(chunks)
 
     async def unless_gone(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Awaits `work`, and cancels it when the client goes away first. The body must have been read before.
 
         Raises:
-            ClientGoneError: The client went away.
+            ClientDisconnect: The client went away.
         """
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
@@ -141,7 +116,7 @@ class Exchange:
 
         async def watch() -> None:
             nonlocal is_gone
-            while (await self._receive())["type"] != "http.disconnect":
+            while (await self.request.receive())["type"] != "http.disconnect":
                 pass
             is_gone = True
             task.cancel()
@@ -155,22 +130,19 @@ class Exchange:
             return await work
         except asyncio.CancelledError:
             if is_gone:
-                raise ClientGoneError from None
+                raise ClientDisconnect from None
             raise
         finally:
             timer.cancel()
             if watcher is not None:
                 watcher.cancel()
 
-    async def send(self, answer: Answer) -> None:
-        """Sends the answer."""
-        headers = [
-            (b"content-length", str(len(answer.body)).encode()),
-            (b"content-type", answer.media_type.encode()),
-            *((name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers.items()),
-        ]
-        await self._send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": answer.body})
+
+def _request_id(given: str | None) -> str:
+    """The client's name of the request, where it can be sent back as it is; else one of ours."""
+    if given and len(given) <= _LONGEST_REQUEST_ID and given.isascii() and given.isprintable():
+        return given
+    return uuid.uuid4().hex
 
 
 def _too_large(limit: int) -> HTTPError:

@@ -101,7 +101,7 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         self._registry.register(_Exposition(self))
 
-    def began(self, exchange: Exchange, route: Route | None) -> None:
+    def began(self) -> None:
         """A request has come."""
         self.running += 1
 
@@ -113,7 +113,7 @@ class ServerMetrics:
             group.queue.observe(queue_s)
             group.inference.observe(inference_s)
 
-    def failed(self, exchange: Exchange, failure: Failure) -> None:
+    def failed(self, failure: Failure) -> None:
         """A request is answered with an error."""
         name = _TEI_NAME_BY_STATUS.get(failure.status, "validation" if failure.status < 500 else "inference")
         self.failures[name] += 1
@@ -131,6 +131,10 @@ class ServerMetrics:
             group.count[method] += 1
             group.success[method] += status < 400
             group.duration.observe(seconds)
+
+    def abandoned(self) -> None:
+        """A request will have no answer."""
+        self.running -= 1
 
     def text(self) -> bytes:
         """All counters, in Prometheus' text form."""

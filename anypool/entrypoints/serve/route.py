@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
+from starlette.responses import Response
 
 from anypool.entrypoints.serve.call import Call
-from anypool.entrypoints.serve.exchange import Answer, Exchange
+from anypool.entrypoints.serve.exchange import Exchange
 from anypool.entrypoints.serve.http_errors import ErrorStyle
 
 if TYPE_CHECKING:
-    from anypool.entrypoints.serve.app import Application
+    from anypool.entrypoints.serve.state import ServerState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class Route:
     summary: str
     methods: tuple[str, ...] = ("POST",)
     calls: tuple[Call, ...] = ()
-    answer: Callable[[Application, Exchange], Answer] | None = None
+    answer: Callable[[ServerState, Exchange], Response] | None = None
     response: type[BaseModel] | None = None
     style: ErrorStyle = ErrorStyle.OPENAI
     is_public: bool = False

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from anypool.config import require
 from anypool.engine.engine import Engine
 from anypool.entrypoints.serve.access_log import JsonFormatter
-from anypool.entrypoints.serve.app import Application, create_app
+from anypool.entrypoints.serve.app import create_app
+from anypool.entrypoints.serve.state import ServerState
 from anypool.entrypoints.server_options import ServerOptions
 
 # Connections that wait to be accepted.
@@ -91,9 +93,10 @@ class Server(uvicorn.Server):
         options: How.
     """
 
-    def __init__(self, config: uvicorn.Config, app: Application, options: ServerOptions) -> None:
+    def __init__(self, config: uvicorn.Config, app: FastAPI, options: ServerOptions) -> None:
         super().__init__(config)
-        self._app, self._options = app, options
+        self._state: ServerState = app.state.server
+        self._options = options
         self._stop_at = math.inf
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -104,10 +107,10 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal begins the end, the second does not wait for it."""
         self._captured_signals.append(sig)
-        if self._app.is_draining:
+        if self._state.is_draining:
             self.should_exit = self.force_exit = True
         else:
-            self._app.is_draining = True
+            self._state.is_draining = True
             self._stop_at = time.monotonic() + self._options.shutdown_delay
 
     async def on_tick(self, counter: int) -> bool:

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from starlette.responses import Response
 
 from anypool.entrypoints.serve.call import Call, Work
 from anypool.entrypoints.serve.encoding import Form, Stamp, as_matrix, base64_of, json_answer, json_of, usage_of
-from anypool.entrypoints.serve.exchange import Answer
 from anypool.entrypoints.serve.http_errors import ErrorStyle
 from anypool.entrypoints.serve.route import Route
 from anypool.entrypoints.serve.schemas.cohere import CohereEmbedRequest, CohereEmbedResponse
@@ -23,7 +23,7 @@ def embed(asked: CohereEmbedRequest, model: ServedModel) -> Work:
     requests = model.requests(asked.prompts, PoolingTask.EMBED, asked.pooling_params, options)
     kinds = list(dict.fromkeys(asked.embedding_types or ["float"]))
 
-    def encode(results: list[torch.Tensor], stamp: Stamp) -> Answer:
+    def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
         rows = as_matrix(results)
         usage = usage_of(requests)
         return json_answer(

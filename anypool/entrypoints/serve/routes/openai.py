@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from starlette.responses import Response
 
 from anypool.engine.request import Request
 from anypool.entrypoints.serve.call import Call, Work
@@ -21,7 +22,6 @@ from anypool.entrypoints.serve.encoding import (
     rows_answer,
     usage_of,
 )
-from anypool.entrypoints.serve.exchange import Answer
 from anypool.entrypoints.serve.route import Route
 from anypool.entrypoints.serve.schemas.embeddings import EmbeddingRequest, EmbeddingResponse
 from anypool.entrypoints.serve.schemas.pooling import (
@@ -35,7 +35,7 @@ from anypool.entrypoints.serve.schemas.pooling import (
 from anypool.entrypoints.serve.served import ServedModel
 from anypool.pooling.tasks import PoolingTask, encode2pooling_task, parse_task
 
-Encode = Callable[[list[torch.Tensor], Stamp], Answer]
+Encode = Callable[[list[torch.Tensor], Stamp], Response]
 
 
 def embeddings(asked: EmbeddingRequest, model: ServedModel) -> Work:
@@ -44,7 +44,7 @@ def embeddings(asked: EmbeddingRequest, model: ServedModel) -> Work:
     form = Form(encoding=encoding, dtype=dtype, endianness=asked.endianness or "little")
     requests = model.prepare(asked.input or [], PoolingTask.EMBED, asked)
 
-    def encode(results: list[torch.Tensor], stamp: Stamp) -> Answer:
+    def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
         return rows_answer(
             list(as_matrix(results)), form, stamp.head("embd"), usage_of(requests), kind="embedding", key="embedding"
         )
@@ -65,7 +65,7 @@ def pooling(asked: PoolingRequest, model: ServedModel) -> Work:
     )
     requests = model.prepare(asked.input or [], task, asked)
 
-    def encode(results: list[torch.Tensor], stamp: Stamp) -> Answer:
+    def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
         rows = [as_array(result) for result in results]
         return rows_answer(rows, form, stamp.head("pool"), usage_of(requests), kind="pooling", key="data", shapes=True)
 
@@ -76,7 +76,7 @@ def classify(asked: ClassifyRequest, model: ServedModel) -> Work:
     """Labels of texts, and the scores of all labels."""
     requests = model.prepare(asked.input or [], PoolingTask.CLASSIFY, asked)
 
-    def encode(results: list[torch.Tensor], stamp: Stamp) -> Answer:
+    def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
         data = []
         for index, (request, result) in enumerate(zip(requests, results, strict=True)):
             probs = as_array(result)
@@ -94,7 +94,7 @@ def reward(asked: RewardRequest, model: ServedModel) -> Work:
 
 
 def _encode_rewards(requests: list[Request]) -> Encode:
-    def encode(results: list[torch.Tensor], stamp: Stamp) -> Answer:
+    def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
         data = [
             {"object": "reward", "index": index, "reward": json_of(_reward_of(as_array(result)))}
             for index, result in enumerate(results)

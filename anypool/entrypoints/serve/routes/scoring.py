@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from starlette.responses import Response
 
 from anypool.adapters.rerank_templates import ChatTemplate
 from anypool.engine.request import Request
 from anypool.entrypoints.scoring import as_pairs, plan_scores, reads_pairs
 from anypool.entrypoints.serve.call import Call, Work, has
 from anypool.entrypoints.serve.encoding import Stamp, json_answer, usage_of
-from anypool.entrypoints.serve.exchange import Answer
 from anypool.entrypoints.serve.http_errors import ErrorStyle
 from anypool.entrypoints.serve.route import Route
 from anypool.entrypoints.serve.schemas.scoring import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse
@@ -109,7 +109,7 @@ def score(asked: ScoreRequest, model: ServedModel) -> Work:
     left, right = as_pairs(*asked.sides)
     scoring = prepare_scores(asked, model, left, right, roles=False)
 
-    def encode(results: list[torch.Tensor], stamp: Stamp) -> Answer:
+    def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
         data = [
             {"object": "score", "index": index, "score": value} for index, value in enumerate(scoring.scores(results))
         ]
@@ -132,7 +132,7 @@ def rerank_v2(asked: RerankRequest, model: ServedModel) -> Work:
 def _rerank(asked: RerankRequest, model: ServedModel, *, returns_documents: bool) -> Work:
     scoring = prepare_scores(asked, model, [asked.query] * len(asked.documents), asked.documents, roles=True)
 
-    def encode(results: list[torch.Tensor], stamp: Stamp) -> Answer:
+    def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
         scores = scoring.scores(results)
         ranked = [
             {
@@ -160,7 +160,7 @@ def rerank_texts(asked: TEIRerankRequest, model: ServedModel) -> Work:
     """The same with the fields of text-embeddings-inference."""
     scoring = prepare_scores(asked, model, [asked.query] * len(asked.texts), asked.texts, roles=True)
 
-    def encode(results: list[torch.Tensor], stamp: Stamp) -> Answer:
+    def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
         scores = scoring.scores(results)
         return json_answer(
             [

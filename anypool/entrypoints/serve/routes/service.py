@@ -7,13 +7,13 @@ from __future__ import annotations
 import html
 from typing import TYPE_CHECKING, Any
 
-import orjson
+from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse, Response
 
 import anypool
 from anypool.entrypoints.serve.encoding import json_answer
-from anypool.entrypoints.serve.exchange import Answer, Exchange
+from anypool.entrypoints.serve.exchange import Exchange
 from anypool.entrypoints.serve.http_errors import ErrorStyle, HTTPError
-from anypool.entrypoints.serve.openapi import document
 from anypool.entrypoints.serve.route import Route
 from anypool.entrypoints.serve.schemas.models import (
     HealthResponse,
@@ -26,14 +26,12 @@ from anypool.entrypoints.serve.served import ServedModel
 from anypool.errors import EngineDeadError
 
 if TYPE_CHECKING:
-    from anypool.entrypoints.serve.app import Application
-
-_MODEL_PATH = "/v1/models/"
+    from anypool.entrypoints.serve.state import ServerState
 
 
-def live(app: Application, exchange: Exchange) -> Answer:
+def live(state: ServerState, exchange: Exchange) -> Response:
     """Whether the process is worth keeping: 503 where a device thread is dead or stuck."""
-    for model in app.models:
+    for model in state.models:
         health = model.engine.health()
         if health.status == "dead":
             raise EngineDeadError(f"the engine has stopped, restart the server: {health.message}")
@@ -42,26 +40,29 @@ def live(app: Application, exchange: Exchange) -> Answer:
     return json_answer({"status": "ok"})
 
 
-def ready(app: Application, exchange: Exchange) -> Answer:
+def ready(state: ServerState, exchange: Exchange) -> Response:
     """Whether requests should be sent here: as `live`, and 503 from SIGTERM on."""
-    if app.is_draining:
+    if state.is_draining:
         raise HTTPError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "1"})
-    return live(app, exchange)
+    return live(state, exchange)
 
 
-def version(app: Application, exchange: Exchange) -> Answer:
+def version(state: ServerState, exchange: Exchange) -> Response:
     """The version of anypool."""
     return json_answer({"version": anypool.__version__})
 
 
-def list_models(app: Application, exchange: Exchange) -> Answer:
+def list_models(state: ServerState, exchange: Exchange) -> Response:
     """The served models."""
-    return json_answer({"object": "list", "data": [_model_card(model) for model in app.models]})
+    return json_answer({"object": "list", "data": [_model_card(model) for model in state.models]})
 
 
-def get_model(app: Application, exchange: Exchange) -> Answer:
+def get_model(state: ServerState, exchange: Exchange) -> Response:
     """One of them."""
-    return json_answer(_model_card(app.models.find(exchange.path.removeprefix(_MODEL_PATH))))
+    name: str = exchange.request.path_params["model"]
+    if not name:
+        raise HTTPException(404)
+    return json_answer(_model_card(state.models.find(name)))
 
 
 def _model_card(model: ServedModel) -> dict[str, Any]:
@@ -73,9 +74,9 @@ def _model_card(model: ServedModel) -> dict[str, Any]:
     ).model_dump()
 
 
-def info(app: Application, exchange: Exchange) -> Answer:
+def info(state: ServerState, exchange: Exchange) -> Response:
     """What text-embeddings-inference says of a model, and everything that `anypool info` does."""
-    model = app.models.find(None)
+    model = state.models.find(None)
     engine = model.engine
     config, loaded = engine.config, engine.loaded
     assert config.max_num_batched_tokens is not None
@@ -90,7 +91,7 @@ def info(app: Application, exchange: Exchange) -> Answer:
             max_input_length=engine.max_model_len,
             max_batch_tokens=config.max_num_batched_tokens,
             max_batch_requests=config.max_num_seqs,
-            max_client_batch_size=app.options.max_inputs,
+            max_client_batch_size=state.options.max_inputs,
             auto_truncate=True,
             tokenization_workers=model.async_engine.num_threads,
             version=anypool.__version__,
@@ -112,19 +113,19 @@ def _model_type(model: ServedModel) -> dict[str, Any]:
     return {"reranker" if model.kind == "reranker" else "classifier": labelled}
 
 
-def metrics(app: Application, exchange: Exchange) -> Answer:
+def metrics(state: ServerState, exchange: Exchange) -> Response:
     """All counters, in Prometheus' text form."""
-    return Answer(app.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def openapi(app: Application, exchange: Exchange) -> Answer:
+def openapi(state: ServerState, exchange: Exchange) -> Response:
     """The OpenAPI document."""
-    return Answer(orjson.dumps(document(app.routes, has_keys=app.keys.are_needed)))
+    return json_answer(exchange.request.app.openapi())
 
 
-def docs(app: Application, exchange: Exchange) -> Answer:
+def docs(state: ServerState, exchange: Exchange) -> Response:
     """The routes as a page that needs nothing from elsewhere."""
-    shown = [route for route in app.routes if route.is_shown]
+    shown = [route for route in state.routes if route.is_shown]
     rows = "".join(
         f"<tr><td>{', '.join(route.methods)}</td><td><code>{html.escape('  '.join(route.paths))}</code></td>"
         f"<td>{html.escape(route.summary)}</td></tr>"
@@ -138,7 +139,7 @@ def docs(app: Application, exchange: Exchange) -> Answer:
         f"<h1>anypool {anypool.__version__}</h1><p>Fields and answers of every route are in "
         f"<a href='/openapi.json'>/openapi.json</a>.</p><table>{rows}</table></html>"
     )
-    return Answer(page.encode(), media_type="text/html; charset=utf-8")
+    return HTMLResponse(page)
 
 
 def _get(path: str, summary: str, answer: Any, response: Any = None, **more: Any) -> Route:
@@ -159,7 +160,7 @@ ROUTES = (
     ),
     _get("/version", "The version of anypool", version, VersionResponse),
     _get("/v1/models", "The served models", list_models, ModelList),
-    _get(_MODEL_PATH + "{model}", "One of them", get_model, ModelCard),
+    _get("/v1/models/{model}", "One of them", get_model, ModelCard),
     _get("/info", "Everything about the model", info, InfoResponse, style=ErrorStyle.TEI),
     _get("/metrics", "All counters, for Prometheus", metrics),
     _get("/openapi.json", "The OpenAPI document", openapi, is_shown=False),

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from starlette.responses import Response
 
 from anypool.entrypoints.serve.call import Call, Work
 from anypool.entrypoints.serve.encoding import Stamp, as_array, as_matrix, json_answer, json_of
-from anypool.entrypoints.serve.exchange import Answer
 from anypool.entrypoints.serve.http_errors import ErrorStyle, HTTPError
 from anypool.entrypoints.serve.route import Route
 from anypool.entrypoints.serve.routes.scoring import best_first, prepare_scores
@@ -35,7 +35,7 @@ def embed(asked: TEIRequest, model: ServedModel) -> Work:
         params = replace(params, normalize=True)
     requests = model.requests(asked.inputs, PoolingTask.EMBED, params, options)
 
-    def encode(results: list[torch.Tensor], stamp: Stamp) -> Answer:
+    def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
         return json_answer([json_of(row) for row in as_matrix(results)])
 
     return Work(requests=requests, encode=encode)
@@ -49,7 +49,7 @@ def embed_all(asked: TEIRequest, model: ServedModel) -> Work:
         params = replace(params, normalize=False)
     requests = model.requests(asked.inputs, PoolingTask.TOKEN_EMBED, params, options)
 
-    def encode(results: list[torch.Tensor], stamp: Stamp) -> Answer:
+    def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
         return json_answer([json_of(as_array(result)) for result in results])
 
     return Work(requests=requests, encode=encode)
@@ -71,7 +71,7 @@ def predict(asked: PredictRequest, model: ServedModel) -> Work:
     options = asked.prompt_options(model.prompts, in_windows=model.in_windows)
     requests = model.requests(prompts, PoolingTask.CLASSIFY, asked.pooling_params, options)
 
-    def encode(results: list[torch.Tensor], stamp: Stamp) -> Answer:
+    def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
         predictions = []
         for request, result in zip(requests, results, strict=True):
             scores = as_array(result)
@@ -90,7 +90,7 @@ def similarity(asked: SimilarityRequest, model: ServedModel) -> Work:
     left = [asked.inputs.source_sentence] * len(sentences)
     scoring = prepare_scores(fields, model, left, sentences, roles=False)
 
-    def encode(results: list[torch.Tensor], stamp: Stamp) -> Answer:
+    def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
         return json_answer(np.ascontiguousarray(scoring.scores(results)))
 
     return Work(requests=scoring.requests, encode=encode, cut=scoring.cut)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from starlette.responses import Response
 
 from anypool.engine.tokenization import Token
 from anypool.entrypoints.serve.call import Call, Work, has
 from anypool.entrypoints.serve.encoding import Stamp, json_answer
-from anypool.entrypoints.serve.exchange import Answer
 from anypool.entrypoints.serve.http_errors import ErrorStyle
 from anypool.entrypoints.serve.route import Route
 from anypool.entrypoints.serve.schemas.tokens import (
@@ -87,7 +87,7 @@ def _check_ids(ids: Sequence[int], model: ServedModel, field: str) -> None:
 def _answered(body: Any) -> Work:
     """Work that is done already."""
 
-    def encode(results: list[torch.Tensor], stamp: Stamp) -> Answer:
+    def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
         return json_answer(body)
 
     return Work(requests=[], encode=encode)

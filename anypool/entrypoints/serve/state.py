@@ -1,0 +1,66 @@
+"""What all requests of a server share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anypool.entrypoints.serve.access_log import AccessLog
+from anypool.entrypoints.serve.auth import Keys
+from anypool.entrypoints.serve.exchange import Exchange
+from anypool.entrypoints.serve.metrics import ServerMetrics
+from anypool.entrypoints.serve.route import Route
+from anypool.entrypoints.serve.routes.table import ROUTES
+from anypool.entrypoints.serve.served import ServedModels
+from anypool.entrypoints.server_options import ServerOptions
+
+
+class ServerState:
+    """The server behind an application, which has it in `app.state.server`.
+
+    Args:
+        models: What it serves.
+        options: How.
+
+    Attributes:
+        keys: Who may call.
+        routes: What is on.
+        route_by_endpoint: The route that each of the application's endpoints serves.
+        metrics: What is counted.
+        log: The access log, where one is kept.
+        is_draining: Whether it is about to end, so that it is not ready any more.
+        hidden: What messages must not name, and what they name in its place: a path of this machine is nobody's
+            business.
+    """
+
+    def __init__(self, models: ServedModels, options: ServerOptions) -> None:
+        self.models, self.options = models, options
+        self.keys = Keys(options.api_key, options.api_key_file)
+        self.routes = [route for route in ROUTES if self._is_on(route)]
+        self.route_by_endpoint: dict[Any, Route] = {}
+        self.metrics = ServerMetrics(models, [path for route in self.routes for path in route.paths])
+        self.log = AccessLog(options.log_format) if options.access_log else None
+        self.is_draining = False
+        self.hidden = [
+            (model.engine.config.model, model.name) for model in models if model.engine.config.model != model.name
+        ]
+
+    def _is_on(self, route: Route) -> bool:
+        if "/metrics" in route.paths:
+            return self.options.metrics
+        return self.options.docs or not {"/docs", "/openapi.json"} & set(route.paths)
+
+    def route(self, exchange: Exchange) -> Route | None:
+        """The route at a request's path, whatever its method; known once the application has looked for it."""
+        return self.route_by_endpoint.get(exchange.request.scope.get("endpoint"))
+
+    def admit(self, exchange: Exchange) -> None:
+        """Refuses a request without a key, in the shape of its route; an unknown path tells nothing without one.
+
+        Raises:
+            HTTPError: The key is missing, or is none of ours.
+        """
+        route = self.route(exchange)
+        if route is not None:
+            exchange.style = route.style
+        if route is None or not route.is_public:
+            self.keys.check(exchange.header("authorization"), exchange.header("x-api-key"))
