@@ -196,7 +196,7 @@ class Engine:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is submitted inside waits for its end, so that it can share a batch."""
+        """What is submitted inside waits for its end, so that it can share a batch. So does all else that is queued."""
         with self._changed:
             self._holding += 1
         try:
@@ -258,7 +258,8 @@ class Engine:
                 self._beat = time.monotonic()
                 if self._stop_at is not None and (not self._scheduler or self._beat >= self._stop_at):
                     return False
-                if not self._holding and (requests := self._scheduler.next_batch()):
+                may_run = not self._holding or self._stop_at is not None  # nothing is added to what waits at the end
+                if may_run and (requests := self._scheduler.next_batch()):
                     self._running = requests
                     return True
                 self._changed.wait()

@@ -127,7 +127,7 @@ class WeightedMean:
 
     def __init__(self, plan: PoolingPlan, windows: Sequence[Window], *, scores: bool) -> None:
         self.plan, self.scores = plan, scores
-        self.weights_W = torch.tensor([float(window.weight) for window in windows])
+        self.weights_W = torch.tensor([window.weight for window in windows], dtype=torch.float32, device="cpu")
         self.parts: Parts = [(window, _raw(plan)) for window in windows]
 
     def __call__(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -193,7 +193,7 @@ class SpanMeans:
                 self.pieces.append(pieces)
 
     def __call__(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
-        sums_SE = torch.zeros(len(self.plan.spans), results[0].shape[-1])
+        sums_SE = torch.zeros(len(self.plan.spans), results[0].shape[-1], dtype=torch.float32)
         for rows_SE, pieces in zip(results, self.pieces, strict=True):
             indices_S, counts_S = torch.tensor(pieces).unbind(dim=1)
             sums_SE.index_add_(0, indices_S, rows_SE * counts_S[:, None])

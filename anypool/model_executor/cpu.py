@@ -8,7 +8,7 @@ import os
 import platform
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +18,8 @@ import torch
 T = TypeVar("T")
 
 _CGROUPS = Path("/sys/fs/cgroup")
+# Seconds that a thread gets to notice that it is to end.
+_END_S = 5.0
 
 
 def set_up_threads(*, root: Path = _CGROUPS) -> None:
@@ -38,6 +40,8 @@ def run_apart(function: Callable[[], T]) -> T:
     waking one costs 50 microseconds in every operation: lone texts took half as long again. So only the thread that
     runs the model should have a team. It also leaves modes that torch keeps per thread, such as a default device, to
     the caller.
+
+    What a signal raises in the caller meanwhile, such as a KeyboardInterrupt, ends the function too.
     """
     outcome: Future[T] = Future()
 
@@ -48,9 +52,29 @@ def run_apart(function: Callable[[], T]) -> T:
             outcome.set_exception(error)
 
     thread = threading.Thread(target=call, name="anypool-apart", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+        wait([outcome])
+    except BaseException:
+        _end(thread, outcome)
+        raise
     thread.join()
-    return outcome.result()
+    try:
+        return outcome.result()
+    finally:
+        outcome = Future()  # an error knows this call, which would know the error: what the function held would stay
+
+
+def _end(thread: threading.Thread, outcome: Future[T]) -> None:
+    """Has a thread end at its next step of Python. If it ran on, it would crash the interpreter at its end, in torch.
+
+    A second interrupt, or one that the thread does not notice for seconds, in a download perhaps, waits no longer.
+    """
+    if thread.ident is not None:  # it has started
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+        # Until Python 3.13 an interrupted `join` took its thread for ended, so what waits is not that.
+        if wait([outcome], _END_S).done:
+            thread.join()
 
 
 def cgroup_cpus(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int | None:

@@ -267,6 +267,15 @@ def test_what_is_submitted_together_runs_when_the_next_is_refused(engine: Engine
     assert request.future.result(timeout=30).isfinite().all()
 
 
+def test_what_is_held_together_is_drained_when_the_engine_closes(engine: Engine) -> None:
+    requests = prepare(engine, ids(), ids())
+    with engine.together():
+        engine.submit(requests)
+        engine.close(drain_s=20, timeout_s=5)
+        assert all(request.future.done() for request in requests)
+    assert all(request.future.result().isfinite().all() for request in requests)
+
+
 def test_a_full_queue_refuses_only_bounded_requests(engine: Engine, gate: Gate) -> None:
     first, second, third, fourth = prepare(engine, ids(), ids(), ids(6), ids())
     engine.submit([first], bounded=True)

@@ -186,6 +186,22 @@ def test_minilm_gives_the_weighted_mean_of_its_windows() -> None:
         assert output.num_truncated_tokens == 0
 
 
+@pytest.mark.parametrize("where", ["dtype", "device"])
+def test_the_callers_default_dtype_and_device_are_not_the_windows(where: str) -> None:
+    """A program may have float64, or a GPU, as torch's default."""
+    spans = [(0, 40), (30, len(TEXT))]
+    with loaded(tiny_bert(), max_model_len=SIZE, pooler_config=chunked(pooling_type="MEAN")) as llm:
+        expected = embedding(llm, TEXT), llm.embed_spans(TEXT, spans, use_tqdm=False)[0].outputs.data
+        try:
+            torch.set_default_dtype(torch.float64 if where == "dtype" else torch.float32)
+            with torch.device("meta" if where == "device" else "cpu"):
+                actual = embedding(llm, TEXT), llm.embed_spans(TEXT, spans, use_tqdm=False)[0].outputs.data
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
 def test_without_overlap_a_mean_is_that_of_all_states_but_for_special_tokens() -> None:
     body = body_of(tiny_llama(template="$A"), TEXT)
     body = body[: len(body) // SIZE * SIZE]
