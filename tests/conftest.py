@@ -6,7 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
+
+# Workers of pytest-xdist share the machine: threads of torch that wait for each other's CPU cost a multiple.
+_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+if _WORKERS > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _WORKERS)))
+
+import torch  # noqa: E402 - reads the variable when it is imported
 
 NETWORK = os.environ.get("ANYPOOL_NETWORK_TESTS") == "1"
 if not NETWORK:
