@@ -278,12 +278,15 @@ def _primary_task(head: Head | None, convert: str) -> PoolingTask:
 
 
 def pick_device(asked: str) -> torch.device:
-    """The device asked for; "auto" is a GPU where there is one."""
-    if asked == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if asked.startswith("cuda") and not torch.cuda.is_available():
+    """The device asked for; "auto" is a GPU where there is one. A GPU has its number, which much of torch asks for."""
+    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
         raise ConfigError(f"device={asked!r}: torch sees no GPU here; use device='cpu'")
-    return torch.device(asked)
+    number = int(asked.partition(":")[2]) if ":" in asked else torch.cuda.current_device()
+    if number >= torch.cuda.device_count():
+        raise ConfigError(f"device={asked!r}: torch sees {torch.cuda.device_count()} GPUs here, counted from 0")
+    return torch.device("cuda", number)
 
 
 def pick_dtype(asked: str, config: ModelConfig, device: torch.device, *, quantized: bool = False) -> torch.dtype:

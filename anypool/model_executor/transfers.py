@@ -1,4 +1,4 @@
-"""One copy to the device and one back for a batch, through pinned memory."""
+"""Work goes to a device: in one copy for a batch, and back in one, through pinned memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ import torch
 
 # Tensors begin at multiples of this many bytes, so that each can be seen in its own dtype.
 _ALIGNMENT = 16
+
+
+def make_current(device: torch.device) -> None:
+    """Has this thread launch kernels, graphs and copies on a GPU; every thread starts out with the first one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

@@ -52,6 +52,21 @@ def test_a_row_leaves_cut_normalised_and_cast(
     assert_near(actual, plain(rows_TD, bounds(lengths, device), "MEAN", **options))
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_tiny_rows_and_rows_below_zero_are_normalised_in_one_launch(
+    method: Any, kernels: None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a width that leaves columns of the tile over, which must not count in the norm."""
+    from anypool.kernels.segment_pool import triton
+
+    monkeypatch.setattr(triton, "_PROGRAMS", 2)
+    lengths = (5, 1, 63)
+    rows_TD = -1e-6 * random(sum(lengths), 33, device=device).abs() - 1e-7
+    options: dict[str, Any] = {"normalize": True, "dimensions": 20}
+    actual = segment_pool(rows_TD, bounds(lengths, device), method, **options)
+    assert_near(actual, plain(rows_TD, bounds(lengths, device), method, **options))
+
+
 @ALL_NAN
 @pytest.mark.parametrize("method", METHODS)
 def test_a_nan_is_seen_in_its_own_sequence_and_nowhere_else(method: Any, kernels: None, device: torch.device) -> None:
