@@ -77,6 +77,13 @@ def test_a_nan_is_seen_in_its_own_sequence_and_nowhere_else(method: Any, kernels
     assert pooled[[0, 2]].isfinite().all()
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_may_lie_column_by_column(method: Any, kernels: None, device: torch.device) -> None:
+    rows_TD = random(33, 24, device=device).T
+    cu_seqlens = bounds((8, 16), device)
+    assert_near(segment_pool(rows_TD, cu_seqlens, method), plain(rows_TD, cu_seqlens, method))
+
+
 def test_a_batch_without_sequences_gives_no_rows(kernels: None, device: torch.device) -> None:
     assert segment_pool(torch.randn(0, 4, device=device), bounds((), device), "MEAN").shape == (0, 4)
 
