@@ -16,6 +16,7 @@ the rate of a product of 8192 x 8192 matrices.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import statistics
@@ -24,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +86,7 @@ def main() -> None:
             "benchmarks/gpu.py measures a GPU, and torch sees none here. Try it out with --device cpu --models tiny"
         )
     print(f"command: python {' '.join(sys.argv)}")
-    print(f"{_card(device)}, torch {torch.__version__}, anypool {anypool.__version__}")
+    print(f"{_card(device)}, {_versions()}")
     if "kernels" in arguments.parts and device.type == "cuda":
         measure_kernels(device)
     if "models" in arguments.parts:
@@ -106,6 +108,20 @@ def parse_arguments() -> argparse.Namespace:
 
 def _card(device: torch.device) -> str:
     return "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def _versions() -> str:
+    others = {name: _version(name) for name in ("triton", "transformers", "sentence-transformers")}
+    listed = {"anypool": anypool.__version__, "torch": torch.__version__, **others}
+    platform = torch.version.hip or torch.version.cuda or "none"
+    return ", ".join(f"{name} {version}" for name, version in listed.items()) + f", CUDA or HIP {platform}"
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 # Kernels
@@ -292,6 +308,8 @@ def measure_model(name: str, folder: Path, device: torch.device, ceiling: float)
             cells.append(f"{rate:,.0f} tokens/s")
         cells += [f"{best(run, texts, device, batches=(1,)) * 1e3:.2f} ms" for texts in lone.values()]
         print(f"{side:<34}" + "".join(f"{cell:>26}" for cell in cells))
+        del run  # the model goes before the next side's comes
+        gc.collect()
     parameters = linear_parameters(folder)
     rate = shown["anypool, graphs 512 tokens each"]
     print(f"share of the product's rate at 512 tokens: {2 * parameters * rate / ceiling:.0%}")
@@ -317,14 +335,18 @@ def wall_seconds(function: Callable[[], Any]) -> float:
 
 
 def sides(folder: Path, device: torch.device) -> Iterator[tuple[str, Run]]:
-    """Each side, loaded, one after the other so that they do not share the memory."""
-    for title, eager in (("anypool, graphs", False), ("anypool, eager", True)):
-        settings: dict[str, Any] = {"dtype": "bfloat16", "device": str(device), "use_tqdm_on_load": False}
-        pooling = PoolerConfig(pooling_type="MEAN", normalize=True)
-        with LLM(folder, enforce_eager=eager, pooler_config=pooling, **settings) as llm:
-            yield title, lambda texts, size, llm=llm: llm.embed(texts, use_tqdm=False)
+    """Each side, loaded, one after the other so that they do not share the memory: who runs one must let go of it."""
+    yield from anypool_side(folder, device, "anypool, graphs", enforce_eager=False)
+    yield from anypool_side(folder, device, "anypool, eager", enforce_eager=True)
     yield from transformers_side(folder, device)
     yield from sentence_transformers_side(folder, device)
+
+
+def anypool_side(folder: Path, device: torch.device, title: str, *, enforce_eager: bool) -> Iterator[tuple[str, Run]]:
+    settings: dict[str, Any] = {"dtype": "bfloat16", "device": str(device), "use_tqdm_on_load": False}
+    pooling = PoolerConfig(pooling_type="MEAN", normalize=True)
+    with LLM(folder, enforce_eager=enforce_eager, pooler_config=pooling, **settings) as llm:
+        yield title, lambda texts, size: llm.embed(texts, use_tqdm=False)
 
 
 def transformers_side(folder: Path, device: torch.device) -> Iterator[tuple[str, Run]]:

@@ -32,7 +32,6 @@ from anypool.model_executor.layers.packing import pack_linears
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import is_pooling_model, load_backbone
 from anypool.model_executor.registry import ModelRegistry
-from anypool.model_executor.transfers import use_device
 from anypool.model_executor.weights.checkpoint import Checkpoint, open_checkpoint
 from anypool.model_executor.weights.loading import construct
 from anypool.model_executor.weights.repository import Repository
@@ -136,7 +135,6 @@ def load_pooling_model(
             f"{model_cls.__name__} has a pooler of its own"
         )
     device = pick_device(engine.device)
-    use_device(device)
     dtype = pick_dtype(engine.dtype, config, device, quantized=engine.quantization is not None)
     if engine.quantization is not None:
         require_int8(device, dtype)
@@ -280,13 +278,15 @@ def _primary_task(head: Head | None, convert: str) -> PoolingTask:
 
 
 def pick_device(asked: str) -> torch.device:
-    """The device asked for, a GPU with its number; "auto" is a GPU where there is one."""
+    """The device asked for; "auto" is a GPU where there is one. A GPU has its number, which much of torch asks for."""
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(f"device={asked!r}: torch sees no GPU here; use device='cpu'")
-    device = torch.device("cuda" if asked == "auto" else asked)
-    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+    number = int(asked.partition(":")[2]) if ":" in asked else torch.cuda.current_device()
+    if number >= torch.cuda.device_count():
+        raise ConfigError(f"device={asked!r}: torch sees {torch.cuda.device_count()} GPUs here, counted from 0")
+    return torch.device("cuda", number)
 
 
 def pick_dtype(asked: str, config: ModelConfig, device: torch.device, *, quantized: bool = False) -> torch.dtype:

@@ -35,7 +35,7 @@ from anypool.model_executor.cpu import give_freed_memory_back, keep_freed_memory
 from anypool.model_executor.faults import is_out_of_memory, is_sticky
 from anypool.model_executor.packed_batch import PackedBatch
 from anypool.model_executor.pooling_model_runner import PoolingModelRunner, RunnerOutput
-from anypool.model_executor.transfers import use_device
+from anypool.model_executor.transfers import make_current
 from anypool.pooling.params import PoolingParams
 from anypool.pooling.tasks import PoolingTask
 
@@ -233,7 +233,7 @@ class Engine:
 
     def _serve(self) -> None:
         try:
-            use_device(self.loaded.device)
+            make_current(self.loaded.device)
             while self._next():
                 self._turn(self._running)
                 self._running = ()

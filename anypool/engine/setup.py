@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 
-from anypool.adapters.load import LoadedModel, OpenedModel, load_pooling_model, open_model
+from anypool.adapters.load import LoadedModel, OpenedModel, load_pooling_model, open_model, pick_device
 from anypool.config import EngineConfig
 from anypool.engine.pieces import KVCache, device_memory, num_blocks
 from anypool.engine.tokenization import Tokenizer
 from anypool.errors import ConfigError
 from anypool.model_executor.cuda_graphs import MAX_TOKENS
 from anypool.model_executor.gpu_memory import cap_memory, plan_memory
+from anypool.model_executor.transfers import make_current
 from anypool.model_executor.weights.repository import Repository
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ _TOKENIZER_FILES = (
 
 def load(config: EngineConfig) -> tuple[Tokenizer | None, LoadedModel]:
     """The tokenizer, None where the user wants none or the checkpoint has none, and the model."""
+    make_current(pick_device(config.device))
     opened = open_model(config)
     tokenizer = _load_tokenizer(config, opened)
     token_id = None if tokenizer is None else tokenizer.token_id

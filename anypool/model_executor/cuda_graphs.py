@@ -83,8 +83,23 @@ class CapturedGraph:
                 function()
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self.output = function()
+        current = torch.cuda.current_stream()
+        cause: Exception | None = None
+        try:
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+                try:
+                    self.output = function()
+                except Exception as error:
+                    cause = error
+                    raise
+        except Exception:
+            # To end a capture that went wrong raises as well, which hides why, and leaves its stream current.
+            torch.cuda.set_stream(current)
+            if cause is None:
+                raise
+            raise cause from None
+        finally:
+            del cause  # it has a traceback, and that this frame
 
     def replay(self) -> None:
         self._graph.replay()
@@ -171,7 +186,7 @@ class CudaGraphs:
     ) -> None:
         self._compute, self._device, self._capture = compute, device, capture
         self._max_tokens, self._max_graphs = max_tokens, max_graphs
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._pool: Any = None
         self._graphs: OrderedDict[object, tuple[StaticInputs, Graph]] = OrderedDict()
         self._refused = False
 
@@ -205,10 +220,12 @@ class CudaGraphs:
     def _add(self, key: object, bucket: Bucket, batch: PackedBatch, plan: PoolingPlan | None) -> bool:
         while len(self._graphs) >= self._max_graphs:
             self._graphs.popitem(last=False)
+        if not self._graphs and self._device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()  # torch takes none again whose graphs are all gone
         inputs = StaticInputs(bucket, self._device, batch)
         try:
             graph = self._capture(lambda: self._compute(inputs.batch, plan), self._pool)
-        except RuntimeError as error:
+        except Exception as error:  # whatever it is, if it has nothing to do with graphs an eager run raises it again
             if is_out_of_memory(error) or is_sticky(error):
                 raise
             # A class of a user's own may do what a graph cannot hold, such as to wait for the device.

@@ -103,7 +103,7 @@ def per_token(config: ModelConfig, dtype: torch.dtype) -> int:
 
 def cap_memory(device: torch.device, utilization: float) -> None:
     """Has torch raise rather than take more than a share of a GPU's memory."""
-    torch.cuda.set_per_process_memory_fraction(utilization, device)
+    torch.cuda.set_per_process_memory_fraction(float(utilization), device)
 
 
 def _gib(size: int) -> str:

@@ -1,4 +1,4 @@
-"""One copy to the device and one back for a batch, through pinned memory."""
+"""Work goes to a device: in one copy for a batch, and back in one, through pinned memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 _ALIGNMENT = 16
 
 
-def use_device(device: torch.device) -> None:
-    """Makes a GPU the calling thread's own: kernels and graphs are launched on that one."""
+def make_current(device: torch.device) -> None:
+    """Has this thread launch kernels, graphs and copies on a GPU; every thread starts out with the first one."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 

@@ -364,9 +364,14 @@ class DispatchPooler(Pooler):
         return cast(Pooler, self.poolers[task.value])
 
     def graphable(self, plan: PoolingPlan) -> SequencePooler | None:
-        """The pooler of a plan whose results have the same shape for every text and need nothing from the host."""
+        """The pooler of a plan whose results have the same shape for every text and need nothing from the host.
+
+        A graph holds its `results`, so a class with a `forward` of its own is none.
+        """
         pooler = self[plan.task]
-        return pooler if isinstance(pooler, SequencePooler) and not plan.spans else None
+        if not isinstance(pooler, SequencePooler) or plan.spans:
+            return None
+        return pooler if type(pooler).forward in (SequencePooler.forward, EmbedPooler.forward) else None
 
     def begin(self, plan: PoolingPlan, *, skip: int = 0, pad_token_id: int | None = None) -> ChunkedPooling:
         return self[plan.task].begin(plan, skip=skip, pad_token_id=pad_token_id)

@@ -74,8 +74,14 @@ def compile_launch(kernel: Any, launch: Launch, target: GPUTarget) -> Any:
             signature[name], constexprs[name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name], attrs[(place,)] = _POINTERS[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        elif value == 1:  # as a launch does it, which also counts on multiples of 16
+            signature[name], constexprs[name] = "constexpr", 1
         else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
+            signature[name] = "i32" if value < 1 << 31 else "i64"
+            if value % 16 == 0:
+                attrs[(place,)] = [["tt.divisibility", 16]]
     # The interpreter's way around is not what a GPU runs.
     constexprs.update({name: False for name in ("UPCAST",) if name in constexprs})
     source = ASTSource(kernel, signature, constexprs, attrs)
@@ -145,6 +151,8 @@ CALLS: dict[str, list[Callable[[Any], None]]] = {
         _pool("LAST", 4096, _BF16, normalize=True, dtype=_BF16),
         _pool("MAX", 1024, _F16, skips_N=_SKIPS),
         _pool("WEIGHTED_MEAN", 384, _F32, skips_N=_SKIPS),
+        _pool("CLS", 1, _F32, skips_N=_SKIPS),
+        _pool("MEAN_SQRT_LEN", 33, _F16, skips_N=_SKIPS),
     ],
     "token_pool": [
         _tokens(128, _BF16, "normalize", None),
@@ -162,8 +170,14 @@ CALLS: dict[str, list[Callable[[Any], None]]] = {
         _attention(256, _BF16, window=(511, 0), softcap=50.0, prefix=True),
         _attention(64, _F32, window=(64, 64)),
         _attention(256, _F32, window=(-1, 0)),
+        _attention(8, _BF16, longest=1),
+        _attention(128, _BF16, longest=7, window=(-1, 0), prefix=True),
+        _attention(256, _F16, longest=20, softcap=50.0),
     ],
     "maxsim": [
+        lambda m: m.maxsim_pairs(
+            torch.empty(300, 1, dtype=_BF16), _cu(), torch.empty(300, 1, dtype=_F16), _cu(), torch.zeros(1, 2).long()
+        ),
         lambda m: m.maxsim_pairs(torch.empty(300, 128), _cu(), torch.empty(300, 128), _cu(), torch.zeros(3, 2).long())
     ],
     "rms_norm": [
@@ -181,6 +195,8 @@ CALLS: dict[str, list[Callable[[Any], None]]] = {
     "gated": [
         lambda m: m.gated(torch.empty(9, 512, dtype=_BF16), "gelu_tanh"),
         lambda m: m.gated(torch.empty(9, 512, dtype=_F16), "gelu"),
+        lambda m: m.gated(torch.empty(1, 2, dtype=_F32), "silu"),
+        lambda m: m.gated(torch.empty(9, 66, dtype=_F32), "relu"),
     ],
 }  # fmt: skip
 

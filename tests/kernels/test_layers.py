@@ -38,6 +38,33 @@ def test_rms_norm_and_the_sum_before_it(
         assert_near(actual, expected)
 
 
+def test_a_residual_lies_in_its_own_way_and_the_sum_is_rounded_before_its_norm(
+    kernels: None, device: torch.device
+) -> None:
+    x = random(63, 300, device=device, dtype=torch.float16)
+    residual = random(63, 307, device=device, dtype=torch.float16, seed=2)[:, :300]
+    weight_K = torch.ones(300, dtype=torch.float16, device=device)
+    normed, total = rms_norm(x, weight_K, eps=1e-6, residual=residual)
+    assert torch.equal(total, x + residual)
+    alone, _ = rms_norm(x + residual, weight_K, eps=1e-6)
+    assert torch.equal(normed, alone)
+
+
+def test_rows_of_next_to_nothing_are_normalised_by_eps(kernels: None, device: torch.device) -> None:
+    x, weight_K = 1e-3 * random(7, 33, device=device), torch.ones(33, device=device)
+    expected = torch.nn.functional.rms_norm(x, (33,), weight_K, 1e-6)
+    assert_near(rms_norm(x, weight_K, eps=1e-6)[0], expected)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("base", [-3e4, -1e4, 1e4, 3e4])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gates_far_from_zero_stay_finite(activation: str, base: float, kernels: None, device: torch.device) -> None:
+    gate_up_TF = torch.full((2, 6), base, device=device).half()
+    gate_up_TF[:, 3:] = 0.5
+    assert_near(gated(gate_up_TF, activation), gated_op.reference.gated(gate_up_TF, activation))
+
+
 def test_heads_of_a_fused_projection_are_normalised_where_they_lie(kernels: None, device: torch.device) -> None:
     heads_THK = random(7, 6, 32, device=device)
     some = heads_THK[:, 4:5]

@@ -73,6 +73,13 @@ def test_ragged_pairs_equal_one_pair_at_a_time(
     torch.testing.assert_close(one, reference.maxsim(queries_QE[8:71], documents_DE[1:64]), atol=1e-4, rtol=1e-5)
 
 
+def test_pairs_may_be_a_part_of_a_table(kernels: None, device: torch.device) -> None:
+    rows, cu_seqlens = random(8, 5, device=device), bounds((3, 5), device)
+    table_P3 = torch.tensor([[0, 1, 9], [1, 1, 9], [1, 0, 9]], device=device)
+    packed = rows, cu_seqlens, rows, cu_seqlens, table_P3[:, :2]
+    torch.testing.assert_close(maxsim_pairs(*packed), reference.maxsim_pairs(*packed), atol=1e-5, rtol=1e-5)
+
+
 def test_no_pairs_give_no_scores(kernels: None, device: torch.device) -> None:
     rows, cu_seqlens = random(3, 4, device=device), bounds((3,), device)
     none = torch.empty(0, 2, dtype=torch.int64, device=device)

@@ -52,6 +52,21 @@ def test_a_row_leaves_cut_normalised_and_cast(
     assert_near(actual, plain(rows_TD, bounds(lengths, device), "MEAN", **options))
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_tiny_rows_and_rows_below_zero_are_normalised_in_one_launch(
+    method: Any, kernels: None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a width that leaves columns of the tile over, which must not count in the norm."""
+    from anypool.kernels.segment_pool import triton
+
+    monkeypatch.setattr(triton, "_PROGRAMS", 2)
+    lengths = (5, 1, 63)
+    rows_TD = -1e-6 * random(sum(lengths), 33, device=device).abs() - 1e-7
+    options: dict[str, Any] = {"normalize": True, "dimensions": 20}
+    actual = segment_pool(rows_TD, bounds(lengths, device), method, **options)
+    assert_near(actual, plain(rows_TD, bounds(lengths, device), method, **options))
+
+
 @ALL_NAN
 @pytest.mark.parametrize("method", METHODS)
 def test_a_nan_is_seen_in_its_own_sequence_and_nowhere_else(method: Any, kernels: None, device: torch.device) -> None:
@@ -60,6 +75,13 @@ def test_a_nan_is_seen_in_its_own_sequence_and_nowhere_else(method: Any, kernels
     pooled = segment_pool(rows_TD, bounds((8, 8, 8), device), method)
     assert pooled[1].isnan().all()
     assert pooled[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_may_lie_column_by_column(method: Any, kernels: None, device: torch.device) -> None:
+    rows_TD = random(33, 24, device=device).T
+    cu_seqlens = bounds((8, 16), device)
+    assert_near(segment_pool(rows_TD, cu_seqlens, method), plain(rows_TD, cu_seqlens, method))
 
 
 def test_a_batch_without_sequences_gives_no_rows(kernels: None, device: torch.device) -> None:

@@ -75,6 +75,33 @@ def test_a_nan_comes_through_every_activation(activation: str, kernels: None, de
     assert score_head(rows_TD, torch.ones(2, 4, device=device), activation=activation).isnan().all()
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("base", [-1e30, -200.0, 200.0, 1e30])
+def test_numbers_far_from_zero_weigh_as_those_near_it(base: float, kernels: None, device: torch.device) -> None:
+    rows_TD = torch.full((3, 5), base, device=device)
+    rows_TD[1, 2] += 3.0
+    assert_near(token_pool(rows_TD, finish="softmax"), rows_TD.softmax(-1))
+    one_CD = torch.eye(5, device=device)
+    for activation, function in ACTIVATIONS.items():
+        assert_near(score_head(rows_TD, one_CD, activation=activation), function(rows_TD))
+
+
+def test_tiny_rows_are_scaled_like_others_and_rows_of_next_to_nothing_are_not(
+    kernels: None, device: torch.device
+) -> None:
+    rows_TD = torch.tensor([[3e-6, 4e-6], [3e-13, 4e-13], [0.0, 0.0]], device=device)
+    assert_near(token_pool(rows_TD, finish="normalize"), F.normalize(rows_TD, dim=-1, eps=1e-12))
+
+
+def test_where_rows_and_biases_are_listed_need_not_be_contiguous(kernels: None, device: torch.device) -> None:
+    rows_TD, weight_CD = random(9, 33, device=device), random(3, 33, device=device, seed=1)
+    index = torch.tensor([8, 0, 1, 7, 2, 3], device=device)[::2]
+    bias_C = random(6, device=device, seed=2)[::2]
+    assert_near(token_pool(rows_TD, index_S=index), rows_TD[[8, 1, 2]])
+    expected = F.linear(rows_TD[[8, 1, 2]], weight_CD, bias_C)
+    assert_near(score_head(rows_TD, weight_CD, bias_C, index_N=index), expected, within=1e-5)
+
+
 def test_unknown_names_are_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="'exp'; known: none, normalize, softmax"):
         token_pool(torch.randn(2, 4), finish="exp")  # type: ignore[arg-type]

@@ -61,6 +61,44 @@ def test_values_may_have_another_size_than_keys(kernels: None, device: torch.dev
     compare(RAGGED, (q, k, random(sum(RAGGED), 2, 40, device=device)), scale=0.2)
 
 
+def test_keys_and_values_lie_each_in_their_own_way(kernels: None, device: torch.device) -> None:
+    q, k, v = heads(RAGGED, (4, 2), 32, device, torch.float32)
+    prefix = PagedKeys(
+        k_SGK=random(32, 2, 32, device=device, seed=4).transpose(0, 1).contiguous().transpose(0, 1),
+        v_SGV=random(32, 3, 32, device=device, seed=5)[:, 1:],
+        tables_NB=torch.tensor([[1], [0], [0], [1], [0]], dtype=torch.int32, device=device),
+        lengths_N=torch.tensor([9, 1, 16, 0, 3], dtype=torch.int32, device=device),
+        block_size=16,
+    )
+    apart = q, k.transpose(0, 1).contiguous().transpose(0, 1), v
+    compare(RAGGED, apart, scale=0.2, window=(-1, 0), prefix=prefix)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("softcap", [None, 50.0])
+@pytest.mark.parametrize("factor", [1e-6, 1e3, 1e8])
+def test_scores_of_all_sizes(factor: float, softcap: float | None, kernels: None, device: torch.device) -> None:
+    """The largest are so far apart that a softmax without its maximum taken off is infinite."""
+    q, k, v = heads(RAGGED, (2, 1), 16, device, torch.float32)
+    cu_seqlens = bounds(RAGGED, device)
+    for window in ((-1, 0), (2, 0), (0, 0)):
+        options: dict[str, Any] = {"scale": 0.25, "window": window, "softcap": softcap}
+        actual = varlen_attention(q * factor, k, v, cu_seqlens, max(RAGGED), **options)
+        expected = reference.varlen_attention(q * factor, k, v, cu_seqlens, **options)
+        assert actual.isfinite().all()
+        torch.testing.assert_close(actual, expected, atol=1e-2 if factor > 1e3 else 2e-3, rtol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@ALL_NAN
+def test_a_score_that_is_infinite_is_seen(kernels: None, device: torch.device) -> None:
+    q, k, v = (x.clone() for x in heads((20, 9), (2, 1), 16, device, torch.float32))
+    k[3] = float("inf")
+    attended = varlen_attention(q.abs(), k, v, bounds((20, 9), device), 20, scale=0.25)
+    assert attended[:20].isnan().all()
+    assert attended[20:].isfinite().all()
+
+
 def test_sinks_take_part_without_a_value(kernels: None, device: torch.device) -> None:
     sinks_H = random(4, device=device, seed=3).contiguous()
     qkv = heads(RAGGED, (4, 2), 32, device, torch.float32)
@@ -74,11 +112,11 @@ def test_cached_keys_stand_before_the_queries(
     softcap: float | None, window: tuple[int, int], dtype: torch.dtype, kernels: None, device: torch.device
 ) -> None:
     lengths, before, size = (7, 40, 1, 5), (33, 0, 130, 16), 16
-    slots = 16 * 16
+    slots, generator = 16 * 16, torch.Generator().manual_seed(6)
     prefix = PagedKeys(
         k_SGK=random(slots, 2, 32, device=device, dtype=dtype, seed=4),
         v_SGV=random(slots, 2, 32, device=device, dtype=dtype, seed=5),
-        tables_NB=torch.randperm(16, generator=torch.Generator().manual_seed(6))[:9].int().repeat(4, 1).to(device),
+        tables_NB=torch.stack([torch.randperm(16, generator=generator)[:9] for _ in before]).int().to(device),
         lengths_N=torch.tensor(before, dtype=torch.int32, device=device),
         block_size=size,
     )

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from anypool.adapters.load import load_pooling_model
 from anypool.config import EngineConfig
-from anypool.model_executor.cuda_graphs import Bucket, CudaGraphs, choose_bucket, dummy_lengths
+from anypool.model_executor.cuda_graphs import (
+    Bucket,
+    CapturedGraph,
+    CudaGraphs,
+    StaticInputs,
+    choose_bucket,
+    dummy_lengths,
+)
 from anypool.model_executor.packed_batch import PackedBatch
 from anypool.model_executor.pooling_model_runner import PoolingModelRunner, can_capture
+from anypool.pooling.methods import PoolingType, pool, row_of
 from anypool.pooling.plan import PoolingPlan
+from anypool.pooling.pooler import EmbedPooler
 from anypool.pooling.tasks import PoolingTask
 from tests.helpers import assert_close, tiny_bert, tiny_llama
 
@@ -173,6 +185,90 @@ def test_what_cannot_be_captured_is_tried_once(caplog: pytest.LogCaptureFixture)
     assert "CUDA graphs are off, since capturing one raised: CUDA error: operation not permitted" in caplog.text
 
 
+def test_a_class_of_a_users_own_that_reads_lengths_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    """In a graph there are none, so that its error has nothing to do with CUDA."""
+
+    def longest(batch: PackedBatch, plan: PoolingPlan | None) -> torch.Tensor:
+        return torch.zeros(max(batch.attn.lengths))
+
+    assert CudaGraphs(longest, CPU, capture=FakeGraph).run(pack(ids(4)), EMBED) is None
+    assert "CUDA graphs are off" in caplog.text
+
+
+def test_when_all_graphs_are_gone_the_next_one_has_a_new_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses the handle of a pool that had graphs and has none."""
+    handles, pools = iter(range(9)), []
+
+    class Pooled(FakeGraph):
+        def __init__(self, function: Callable[[], torch.Tensor], pool: Any) -> None:
+            super().__init__(function, pool)
+            pools.append(pool)
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    some = CudaGraphs(sums, CPU, capture=Pooled)
+    some._device = torch.device("cuda")
+    monkeypatch.setattr(StaticInputs, "__init__", partialmethod(_on_cpu, StaticInputs.__init__))
+    for lengths in ((4,), (40,)):
+        some.run(pack(ids(*lengths)), EMBED)
+    some.clear()
+    some.run(pack(ids(4)), EMBED)
+    assert pools == [0, 0, 1]
+
+
+def _on_cpu(self: StaticInputs, make: Any, bucket: Bucket, device: torch.device, like: PackedBatch) -> None:
+    make(self, bucket, CPU, like)
+
+
+class FakeCuda:
+    """What a capture asks of `torch.cuda`. To end one in which something raised raises too, and leaves its stream."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current: Any = "default"
+        fakes = {
+            "Stream": lambda: Mock(),
+            "stream": lambda stream: nullcontext(),
+            "CUDAGraph": Mock,
+            "current_stream": lambda: Mock(name=self.current),
+            "set_stream": self.set_stream,
+            "graph": self.graph,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def set_stream(self, stream: Any) -> None:
+        self.current = "restored"
+
+    @contextmanager
+    def graph(self, graph: Any, *, pool: Any, capture_error_mode: str) -> Iterator[None]:
+        self.current = "capturing"
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture") from error
+        self.current = "default"
+
+
+def test_a_capture_that_fails_says_why_and_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, calls = FakeCuda(monkeypatch), []
+
+    def third_time_fails() -> torch.Tensor:
+        calls.append(cuda.current)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return torch.zeros(1)
+
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        CapturedGraph(third_time_fails, None)
+    assert calls == ["default", "default", "capturing"]
+    assert cuda.current == "restored"
+
+
+def test_a_capture_that_ends_well_has_the_last_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, numbers = FakeCuda(monkeypatch), iter(range(9))
+    graph = CapturedGraph(lambda: torch.tensor(next(numbers)), None)
+    assert (graph.output.item(), cuda.current) == (2, "default")
+
+
 @pytest.mark.parametrize("words", ["CUDA out of memory.", "CUDA error: an illegal memory access was encountered"])
 def test_other_errors_of_a_capture_are_the_engines(words: str) -> None:
     def fails(function: Any, pool: Any) -> Any:
@@ -217,6 +313,53 @@ def test_a_model_whose_attention_runs_in_groups_is_not_captured() -> None:
     [alone] = PoolingModelRunner(model, CPU).run(pack(ids(9)), [EMBED]).results
     assert_close(runner.run(pack(ids(9)), [EMBED]).results[0], alone)
     assert len(runner.graphs) == 0
+
+
+def test_a_pooler_with_a_forward_of_its_own_is_not_in_a_graph() -> None:
+    class Doubled(EmbedPooler):
+        def forward(self, hidden_TD: Any, segments: Any, plans: Any) -> Any:
+            groups = super().forward(hidden_TD, segments, plans)
+            return [replace(group, values=2 * group.values) for group in groups]
+
+    model = load_pooling_model(EngineConfig(model=str(tiny_llama()), device="cpu", use_tqdm_on_load=False)).model
+    assert model.pooler.graphable(EMBED) is model.pooler[PoolingTask.EMBED]
+    model.pooler.install(PoolingTask.EMBED, Doubled((PoolingType.LAST,)))
+    assert model.pooler.graphable(EMBED) is None
+
+
+def test_results_stay_what_they_are_when_the_next_batch_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    model = load_pooling_model(EngineConfig(model=str(tiny_llama()), device="cpu", use_tqdm_on_load=False)).model
+    runner = PoolingModelRunner(model, CPU)
+    runner.graphs = CudaGraphs(runner.compute, CPU, capture=FakeGraph)
+    monkeypatch.setenv("ANYPOOL_KERNELS", "triton")
+    for plan in (EMBED, TOKENS):
+        [first] = runner.run(pack(ids(9)), [plan]).results
+        kept = first.clone()
+        runner.run(pack(ids(7, first=20)), [plan])
+        assert torch.equal(first, kept)
+
+
+@pytest.mark.parametrize("lengths", [(15,), (1,), (14, 1), (6, 6)])
+def test_a_padding_token_inside_a_text_and_dummies_of_one_token(
+    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The id that fills a bucket is one that LAST_NOT_PAD passes over, and texts end in it."""
+    pytest.importorskip("triton")
+    segments = []
+
+    def last_not_pad(batch: PackedBatch, plan: PoolingPlan | None) -> torch.Tensor:
+        segments.append(batch.segments)
+        rows = pool(batch.input_ids_T.float()[:, None], batch.segments, (PoolingType.LAST_NOT_PAD,))
+        return torch.cat([rows, row_of(PoolingType.LAST_NOT_PAD, batch.segments)[:, None]], dim=1)  # type: ignore[index]
+
+    monkeypatch.setenv("ANYPOOL_KERNELS", "triton")
+    some = CudaGraphs(last_not_pad, CPU, capture=FakeGraph)
+    sequences = [[5, 0, *([0] * n)][:n] for n in lengths]
+    output = some.run(pack(sequences, pad_token_id=0), EMBED)
+    assert output is not None
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    assert output.values.tolist() == [[5, start] for start in starts]
 
 
 def test_models_say_whether_they_can_be_captured() -> None:

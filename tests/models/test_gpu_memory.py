@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
-from anypool.adapters.load import load_pooling_model, pick_dtype
+from anypool.adapters.load import load_pooling_model, pick_device, pick_dtype
 from anypool.config import EngineConfig
+from anypool.engine import engine, setup
+from anypool.engine.engine import Engine
 from anypool.errors import ConfigError
-from anypool.model_executor.gpu_memory import MemoryPlan, per_token, plan_memory
+from anypool.model_executor.gpu_memory import MemoryPlan, cap_memory, per_token, plan_memory
 from anypool.model_executor.model_config import ModelConfig
 from tests.helpers import tiny_llama
 
@@ -46,6 +50,46 @@ def test_weights_are_those_of_the_model_and_the_rest_follows_from_its_sizes() ->
     assert plan.weights == sum(p.numel() * 4 for p in loaded.model.parameters())
     assert plan.activations == 10 * plan.graphs == 100 * 4 * (2 * 32 + 3 * 64)
     assert plan.cache == 16 * 4 * (2 * 2 * 2 * 8 + 32)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as torch is asked, there are two GPUs, the second of which is current."""
+    for name, fake in {"is_available": True, "device_count": 2, "current_device": 1}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda fake=fake: fake)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device"), [("auto", "cuda:1"), ("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("cpu", "cpu")]
+)
+def test_a_gpu_has_its_number(asked: str, device: str, two_gpus: None) -> None:
+    assert pick_device(asked) == torch.device(device)
+
+
+def test_a_gpu_that_is_not_there_is_refused(two_gpus: None) -> None:
+    with pytest.raises(ConfigError, match=r"device='cuda:2': torch sees 2 GPUs here, counted from 0"):
+        pick_device("cuda:2")
+
+
+@pytest.mark.parametrize("utilization", [0.5, 1])
+def test_the_limit_is_what_torch_takes(utilization: float, two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch itself checks the device and the share here, up to the call that needs a GPU."""
+    limits: list[tuple[float, int]] = []
+    monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_setMemoryFraction", lambda *limit: limits.append(limit), raising=False)
+    cap_memory(pick_device("auto"), utilization)
+    assert limits == [(utilization, 1)]
+
+
+def test_loading_and_running_make_their_gpu_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which one is current is a thread's own, and kernels are launched there."""
+    made: list[tuple[str, torch.device]] = []
+    for module in (setup, engine):
+        monkeypatch.setattr(
+            module, "make_current", lambda device: made.append((threading.current_thread().name, device))
+        )
+    Engine(EngineConfig(model=str(tiny_llama()), device="cpu", use_tqdm_on_load=False)).close()
+    assert made == [("anypool-apart", torch.device("cpu")), ("anypool-device", torch.device("cpu"))]
 
 
 @pytest.mark.parametrize(

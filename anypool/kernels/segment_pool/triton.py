@@ -48,7 +48,7 @@ def segment_pool_kernel(
         pooled = tl.full([BLOCK_D], nothing, tl.float32)
         nans = tl.zeros([BLOCK_D], tl.int32)
         for start in range(first, end, BLOCK_T):
-            places = start + tl.arange(0, BLOCK_T)
+            places = start + tl.arange(0, BLOCK_T).to(tl.int64)
             mask = (places < end)[:, None] & inside[None, :]
             tile = tl.load(rows_ptr + places[:, None] * rows_stride + columns[None, :], mask=mask, other=nothing)
             tile = tile.to(tl.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +17,8 @@ from anypool.kernels.varlen_attention import LARGEST_HEAD
 # "varlen" is torch's own for packed sequences, FlashAttention; "triton" is ours; "grouped" is torch's for padded
 # batches, over groups of equal lengths, and the CPU path.
 Way = Literal["varlen", "triton", "grouped"]
+# What we ask of torch's by name.
+VARLEN_OPTIONS = frozenset(("scale", "window_size", "enable_gqa", "num_splits"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +84,15 @@ def attention_ways(model: nn.Module, device: torch.device, dtype: torch.dtype) -
 
 @cache
 def has_varlen(device: torch.device) -> bool:
-    """Whether torch's packed attention runs there: torch 2.11, and an NVIDIA GPU of compute capability 8."""
+    """Whether torch's packed attention runs there: torch 2.11, and an NVIDIA GPU of compute capability 8.
+
+    Earlier releases of torch have it without windows, or without fewer heads of keys than of queries.
+    """
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     try:
         from torch.nn.attention import varlen
     except ImportError:
         return False
-    return hasattr(varlen, "varlen_attn") and torch.cuda.get_device_capability(device) >= (8, 0)
+    taken = inspect.signature(varlen.varlen_attn).parameters
+    return taken.keys() >= VARLEN_OPTIONS and torch.cuda.get_device_capability(device) >= (8, 0)
