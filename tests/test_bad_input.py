@@ -135,7 +135,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("prompts", "match"), BAD_PROMPTS, ids=lambda value: ascii(value)[:40])
+@pytest.mark.parametrize(("prompts", "match"), BAD_PROMPTS, ids=lambda value: ascii(value)[:40].partition(" at 0x")[0])
 def test_prompts_of_no_known_form_are_refused(llm: LLM, submitted: list[Any], prompts: Any, match: str) -> None:
     refuse(lambda: llm.embed(prompts, use_tqdm=False), InvalidPromptError, match)
     assert not submitted

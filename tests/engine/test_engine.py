@@ -171,7 +171,9 @@ def test_a_callback_that_raises_costs_nobody_an_answer(engine: Engine, gate: Gat
     assert _run(engine, [ids()])[0].isfinite().all()
 
 
-@pytest.mark.parametrize("prompts", ["a text", {"prompt": "a text"}, None, iter([[2, 3]])], ids=repr)
+@pytest.mark.parametrize(
+    "prompts", ["a text", {"prompt": "a text"}, None, iter([[2, 3]])], ids=["text", "dict", "None", "iterator"]
+)
 def test_what_is_not_a_list_of_prompts_is_refused(engine: Engine, prompts: Any) -> None:
     with pytest.raises(InvalidPromptError, match="is not a list of prompts"):
         engine.prepare(prompts, PoolingTask.EMBED)
