@@ -483,6 +483,12 @@ class Program:
         self.process.stderr.close()
 
 
+def wait_for_work(program: Program) -> None:
+    """Until the engine has something in its queue."""
+    while not re.search(r"^anypool_queue_requests.* [1-9]", httpx.get(f"{program.address}/metrics").text, re.MULTILINE):
+        time.sleep(0.05)
+
+
 def in_background(call: Any) -> tuple[threading.Thread, list[Any]]:
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(call()))
@@ -497,7 +503,7 @@ def test_sigterm_drains_while_readiness_is_false_and_loses_nothing(minilm: str) 
         assert client.get("/health/ready").status_code == 200
         post = lambda: httpx.post(f"{program.address}/v1/embeddings", json={"input": texts}, timeout=60)  # noqa: E731
         thread, answers = in_background(post)
-        time.sleep(0.3)
+        wait_for_work(program)
         program.process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
         assert client.get("/health/ready").json()["error"]["code"] == "shutting_down"
@@ -512,7 +518,7 @@ def test_sigterm_drains_while_readiness_is_false_and_loses_nothing(minilm: str) 
 
 @pytest.mark.timeout(120)
 def test_a_second_sigterm_does_not_wait(minilm: str) -> None:
-    texts = [f"a text {number} " * 60 for number in range(4000)]
+    texts = [f"a text {number} " * 40 for number in range(4000)]
     with Program(minilm, "--drain-timeout", "60") as program:
 
         def call() -> Any:
@@ -522,7 +528,7 @@ def test_a_second_sigterm_does_not_wait(minilm: str) -> None:
                 return failure
 
         thread, answers = in_background(call)
-        time.sleep(0.5)
+        wait_for_work(program)
         program.process.send_signal(signal.SIGTERM)
         time.sleep(0.5)
         assert program.process.poll() is None
