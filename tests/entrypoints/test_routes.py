@@ -418,6 +418,24 @@ def test_documents_are_cut_to_max_tokens_per_doc(server: Client) -> None:
     assert left["results"][0]["relevance_score"] == pytest.approx(ends["results"][0]["relevance_score"], abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/classify", {"input": "a cat", "model": "sentiment"}),
+        ("/predict", {"inputs": "a cat", "model": "sentiment"}),
+        ("/rerank", {"query": "a", "documents": TEXTS, "model": "cross"}),
+    ],
+)
+@pytest.mark.parametrize("activation", [{"activation": "sigmoid"}, {"use_activation": True}])
+def test_raw_scores_with_an_activation_are_refused(
+    server: Client, path: str, body: dict[str, Any], activation: dict[str, Any]
+) -> None:
+    assert ok(server.post(path, raw_scores=True, **body))
+    response = server.post(path, raw_scores=True, **body, **activation)
+    assert response.status_code in (400, 422)
+    assert "activation" in response.text
+
+
 def test_raw_scores_are_those_before_the_activation(server: Client) -> None:
     def scores(**fields: Any) -> list[float]:
         body = ok(server.post("/rerank", model="cross", query="a", documents=TEXTS, **fields))

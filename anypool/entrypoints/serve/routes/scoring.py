@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from anypool.entrypoints.serve.call import Call, Work, has
 from anypool.entrypoints.serve.encoding import Stamp, json_answer, usage_of
 from anypool.entrypoints.serve.http_errors import ErrorStyle
 from anypool.entrypoints.serve.route import Route
+from anypool.entrypoints.serve.schemas.common import raw
 from anypool.entrypoints.serve.schemas.scoring import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse
 from anypool.entrypoints.serve.schemas.tei import Ranks, TEIRerankRequest
 from anypool.entrypoints.serve.served import ServedModel, refuse_template
@@ -79,7 +80,7 @@ def _params(asked: Any, model: ServedModel) -> PoolingParams:
     """What is asked of the scores; raw ones mean nothing where embeddings are compared."""
     params: PoolingParams = asked.pooling_params
     if getattr(asked, "raw_scores", None) and reads_pairs(model.engine):
-        return replace(params, use_activation=False)
+        return raw(params)
     return params
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, WithJsonSchema
@@ -233,6 +234,28 @@ class CommonFields(BaseModel):
             said = ", ".join(f"{name}={getattr(self, name)!r}" for name in given)
             raise InvalidParameterError(f"{said} contradict each other: give one", param=next(iter(given)))
         return next(iter(given.values()), None)
+
+
+class LabelFields(CommonFields):
+    """Of routes that label texts."""
+
+    raw_scores: bool | None = Field(None, description="True for scores before the activation.")
+
+    @property
+    def pooling_params(self) -> PoolingParams:
+        params = super().pooling_params
+        return raw(params) if self.raw_scores else params
+
+
+def raw(params: PoolingParams) -> PoolingParams:
+    """For scores before the activation.
+
+    Raises:
+        InvalidParameterError: An activation is asked for as well.
+    """
+    if params.use_activation or params.activation is not None:
+        raise InvalidParameterError("raw_scores=true contradicts the activation that is asked", param="raw_scores")
+    return replace(params, use_activation=False)
 
 
 class TokenDetails(BaseModel):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, Field
 
 from anypool.entrypoints.serve.schemas.chat import ChatFields
-from anypool.entrypoints.serve.schemas.common import Usage
+from anypool.entrypoints.serve.schemas.common import LabelFields, Usage
 from anypool.entrypoints.serve.schemas.encoding import EncodingFields
-from anypool.errors import InvalidParameterError
 from anypool.pooling.params import PoolingParams
 
 
@@ -69,20 +68,8 @@ class PoolingResponse(BaseModel):
     usage: Usage
 
 
-class ClassifyRequest(ChatFields):
+class ClassifyRequest(ChatFields, LabelFields):
     """What is classified."""
-
-    raw_scores: bool | None = Field(None, description="True for scores before the activation.")
-
-    def model_post_init(self, context: Any) -> None:
-        super().model_post_init(context)
-        if self.raw_scores and (self.use_activation or self.activation is not None):
-            raise InvalidParameterError("raw_scores=true contradicts the activation that is asked", param="raw_scores")
-
-    @property
-    def pooling_params(self) -> PoolingParams:
-        raw = False if self.raw_scores else self.use_activation
-        return PoolingParams(normalize=self.normalize, activation=self.activation, use_activation=raw)
 
 
 class ClassifyData(BaseModel):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, RootModel, ValidationInfo, WithJsonSchema
 
-from anypool.entrypoints.serve.schemas.common import CommonFields, Inputs, Texts, check_count, kind_of
+from anypool.entrypoints.serve.schemas.common import CommonFields, Inputs, LabelFields, Texts, check_count, kind_of
 from anypool.errors import InvalidPromptError
 from anypool.pooling.params import PoolingParams
 
@@ -60,7 +60,7 @@ _TEXT_OR_PAIR: dict[str, Any] = {
 }
 
 
-class PredictRequest(CommonFields):
+class PredictRequest(LabelFields):
     """A text, a pair of texts `[a, b]`, or an array of either, each pair and each text an array of its own."""
 
     TRUNCATES: ClassVar[bool] = True
@@ -70,12 +70,6 @@ class PredictRequest(CommonFields):
         PlainValidator(_as_predictions),
         WithJsonSchema({"anyOf": [*_TEXT_OR_PAIR["anyOf"], {"type": "array", "items": _TEXT_OR_PAIR}]}),
     ]
-    raw_scores: bool | None = Field(None, description="True for scores before the activation.")
-
-    @property
-    def pooling_params(self) -> PoolingParams:
-        raw = False if self.raw_scores else self.use_activation
-        return PoolingParams(normalize=self.normalize, activation=self.activation, use_activation=raw)
 
 
 class Prediction(BaseModel):
