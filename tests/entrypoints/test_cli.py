@@ -47,6 +47,7 @@ ENGINE_FLAGS = {
     "--model-impl",
     "--max-num-batched-tokens",
     "--max-num-seqs",
+    "--max-queue-s",
     "--max-queued-tokens",
     "--enable-chunked-prefill",
     "--no-enable-chunked-prefill",
