@@ -85,6 +85,8 @@ def _add(app: FastAPI, state: ServerState, route: Route) -> None:
     state.route_by_endpoint[endpoint] = route
     for path in route.paths:  # a name at the end takes slashes too, as names on the hub have one
         app.add_route(path.replace("}", ":path}"), endpoint, methods=list(route.methods))
+        if route.calls and "POST" in route.methods and "{" not in path:
+            state.endpoint_by_path[path] = endpoint
 
 
 def _endpoint(state: ServerState, route: Route) -> Callable[[Request], Awaitable[Response]]:

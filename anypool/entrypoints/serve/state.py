@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from anypool.entrypoints.serve.access_log import AccessLog
 from anypool.entrypoints.serve.auth import Keys
@@ -25,6 +29,7 @@ class ServerState:
         keys: Who may call.
         routes: What is on.
         route_by_endpoint: The route that each of the application's endpoints serves.
+        endpoint_by_path: The endpoints that run models, which take POST.
         metrics: What is counted.
         log: The access log, where one is kept.
         is_draining: Whether it is about to end, so that it is not ready any more.
@@ -37,6 +42,7 @@ class ServerState:
         self.keys = Keys(options.api_key, options.api_key_file)
         self.routes = [route for route in ROUTES if self._is_on(route)]
         self.route_by_endpoint: dict[Any, Route] = {}
+        self.endpoint_by_path: dict[str, Callable[[Request], Awaitable[Response]]] = {}
         self.metrics = ServerMetrics(models, [path for route in self.routes for path in route.paths])
         self.log = AccessLog(options.log_format) if options.access_log else None
         self.is_draining = False
