@@ -90,6 +90,8 @@ OWN_FLAGS = {
         "--no-metrics",
         "--docs",
         "--no-docs",
+        "--page",
+        "--no-page",
         "--access-log",
         "--log-format",
         "--shutdown-delay",
