@@ -23,8 +23,8 @@ _FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --hide-scrollbars --force-color-profile=srgb"
 ).split()
-_ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name for a reference to an element
 PHONE, DESKTOP = (360, 740), (1180, 820)
+_ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name for a reference to an element
 
 
 class Browser:
@@ -32,7 +32,12 @@ class Browser:
 
     Args:
         folder: An empty one for its profile.
+
+    Attributes:
+        size: Width and height in CSS pixels.
     """
+
+    size = DESKTOP
 
     def __init__(self, folder: Path) -> None:
         assert DRIVER is not None
@@ -73,6 +78,7 @@ class Browser:
 
     def look(self, size: tuple[int, int], *, scheme: str = "light") -> None:
         """Takes a size, that of a phone with its touch screen, and a colour scheme."""
+        self.size = size
         is_phone = size == PHONE
         self._cdp(
             "Emulation.setDeviceMetricsOverride",

@@ -1,5 +1,5 @@
-"""The page at `/`: files of the package, the same for everybody, so they are answered without a key. They hold no model's
-name; what the page shows it asks the other routes, with the key that its user gives it.
+"""The page at `/`: files of the package, the same for everybody, so they are answered without a key. They tell nothing
+of what is served: that the page asks the other routes, with the key that its user gives it.
 """
 
 from __future__ import annotations
