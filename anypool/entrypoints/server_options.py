@@ -38,6 +38,7 @@ class ServerOptions:
     trust_request_chat_template: bool = _option(False, "take chat templates from requests, run in a sandbox")
     metrics: bool = _option(True, "serve /metrics")
     docs: bool = _option(True, "serve /docs and /openapi.json")
+    page: bool = _option(True, "serve a page at / to try the models in a browser")
     access_log: bool = _option(False, "log a line for every request")
     log_format: str = _option("text", "'text' or 'json', one object per line")
     shutdown_delay: float = _option(0.0, "seconds between not being ready any more and taking no more connections")

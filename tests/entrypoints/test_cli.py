@@ -91,6 +91,8 @@ OWN_FLAGS = {
         "--no-metrics",
         "--docs",
         "--no-docs",
+        "--page",
+        "--no-page",
         "--access-log",
         "--log-format",
         "--shutdown-delay",

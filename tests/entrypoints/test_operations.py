@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,11 @@ from anypool.errors import ConfigError, DeadlineExceededError, OverloadedError
 from tests.entrypoints.conftest import Client
 from tests.entrypoints.test_server import error
 
-PUBLIC = {"/health", "/health/ready", "/health/live", "/ping"}
+PUBLIC = {
+    *product(("GET", "POST"), ("/health", "/health/ready", "/health/live", "/ping")),
+    ("GET", "/"),
+    ("GET", "/page/page.js"),
+}
 PATHS = [(method, path) for route in ROUTES for method in route.methods for path in route.paths]
 
 
@@ -51,12 +56,14 @@ def held(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
 
 
 @pytest.mark.parametrize(("method", "path"), PATHS)
-def test_every_route_but_health_refuses_a_missing_and_a_wrong_key(engine: Engine, method: str, path: str) -> None:
+def test_every_route_but_health_and_the_page_refuses_a_missing_and_a_wrong_key(
+    engine: Engine, method: str, path: str
+) -> None:
     client = with_options(engine, api_key="right")
-    path = path.replace("{model}", "minilm")
+    path = path.replace("{model}", "minilm").replace("{file}", "page.js")
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic right"}, {"X-API-Key": "wrong"}):
         response = client.request(method, path, headers=headers, content=b"")
-        if path in PUBLIC:
+        if (method, path) in PUBLIC:
             assert response.status_code == 200
         else:
             assert response.status_code == 401

@@ -118,6 +118,7 @@ def rows_answer(
     kind: str,
     key: str,
     shapes: bool = False,
+    token_ids: Sequence[list[int]] | None = None,
 ) -> Response:
     """A response with an entry per result.
 
@@ -129,6 +130,7 @@ def rows_answer(
         kind: `object` of each entry.
         key: Under which the numbers stand.
         shapes: Whether base64 comes with its shape.
+        token_ids: The ids of each result's prompt, where they are returned; bytes have no place for them.
     """
     if form.encoding in ("bytes", "bytes_only"):
         return _bytes_answer(rows, form, head, usage)
@@ -143,6 +145,9 @@ def rows_answer(
             {"object": kind, "index": index, key: json_of(np.ascontiguousarray(form.numbers(row)))}
             for index, row in enumerate(rows)
         ]
+    if token_ids is not None:
+        for entry, ids in zip(data, token_ids, strict=True):
+            entry["prompt_token_ids"] = ids
     return json_answer({**head, "data": data, "usage": usage})
 
 

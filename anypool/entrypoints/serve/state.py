@@ -51,9 +51,13 @@ class ServerState:
         ]
 
     def _is_on(self, route: Route) -> bool:
-        if "/metrics" in route.paths:
-            return self.options.metrics
-        return self.options.docs or not {"/docs", "/openapi.json"} & set(route.paths)
+        switch = {
+            "/metrics": self.options.metrics,
+            "/docs": self.options.docs,
+            "/openapi.json": self.options.docs,
+            "/": self.options.page,
+        }
+        return switch.get(route.paths[0], True)
 
     def route(self, exchange: Exchange) -> Route | None:
         """The route at a request's path, whatever its method; known once the application has looked for it."""
