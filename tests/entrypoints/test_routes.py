@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from sentence_transformers.sentence_transformer.modules import Pooling
-from transformers import AutoTokenizer
+from transformers import AutoModel, AutoTokenizer
 
 from anypool import LLM, PoolingParams
 from anypool.config import EngineConfig, PoolerConfig
@@ -490,6 +490,80 @@ def test_cohere_inputs_of_text_parts(server: Client) -> None:
         refused = server.post("/v2/embed", **fields)
         assert refused.status_code == 400
         assert set(refused.json()) == {"id", "message"}
+
+
+# Late chunking
+
+CHUNKS = ["Berlin is the capital of Germany. ", "The city has 3.7 million people, ", "and its mayor is elected."]
+
+
+def means_of_tokens(minilm: str, chunks: list[str]) -> torch.Tensor:
+    """Of each chunk, in one run of transformers over all of them."""
+    tokenizer, backbone = AutoTokenizer.from_pretrained(minilm), AutoModel.from_pretrained(minilm)
+    encoded = tokenizer("".join(chunks), return_tensors="pt", return_offsets_mapping=True)
+    starts, ends = encoded.pop("offset_mapping")[0].unbind(1)
+    with torch.no_grad():
+        [rows] = backbone(**encoded).last_hidden_state
+    vectors, begin = [], 0
+    for chunk in chunks:
+        is_in = (starts < begin + len(chunk)) & (ends > begin) & (starts < ends)
+        vectors.append(rows[is_in].mean(0))
+        begin += len(chunk)
+    return torch.nn.functional.normalize(torch.stack(vectors), dim=1)
+
+
+def test_late_chunking_embeds_each_text_in_the_light_of_all(server: Client, minilm: str) -> None:
+    expected = means_of_tokens(minilm, CHUNKS)
+    body = ok(server.embed(model="minilm", input=CHUNKS, late_chunking=True))
+    close([row["embedding"] for row in body["data"]], expected)
+    assert [row["index"] for row in body["data"]] == [0, 1, 2]
+    assert body["usage"]["prompt_tokens"] == len(AutoTokenizer.from_pretrained(minilm)("".join(CHUNKS)).input_ids)
+    short = torch.nn.functional.normalize(expected[:, :64], dim=1)
+    cut = ok(server.embed(input=CHUNKS, late_chunking=True, dimensions=64, embedding_type="base64"))
+    close([np.frombuffer(base64.b64decode(row["embedding"]), "<f4") for row in cut["data"]], short)
+    [alone] = ok(server.embed(input=CHUNKS[0], late_chunking=True))["data"]
+    close(alone["embedding"], means_of_tokens(minilm, CHUNKS[:1])[0])
+
+
+def test_late_chunking_counts_tokens_of_the_text_and_not_of_the_prompt(
+    server: Client, engines: dict[str, Engine]
+) -> None:
+    texts = ["the cat sat ", "on a mat"]
+    spans = [(0, 12), (12, 20)]
+    [expected] = llm_of(engines["prompted"]).embed_spans("".join(texts), spans, prompt_name="document", use_tqdm=False)
+    body = ok(server.embed(model="prompted", input=texts, late_chunking=True, task="retrieval.passage"))
+    close([row["embedding"] for row in body["data"]], expected.outputs.data, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"input": [[101, 102]]}, "late_chunking", "no token ids"),
+        ({"input": ["a", ""]}, "late_chunking", "none of them empty"),
+        ({"input": []}, "late_chunking", "takes texts"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "late_chunking", "messages"),
+        ({"input": ["a ", "  ", "b"]}, "input", "covers no token"),
+        ({"input": ["word " * 200] * 2}, "input", "limit is 256"),
+        ({"input": ["a", "b"], "model": "chatty"}, None, "pools by LAST"),
+    ],
+)
+def test_late_chunking_says_what_it_cannot_do(
+    server: Client, fields: dict[str, Any], param: str | None, words: str
+) -> None:
+    response = server.embed(late_chunking=True, **fields)
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == param
+
+
+def test_ids_without_special_tokens_are_warned_of_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    client = Client(create_app(engine))
+    ok(client.embed(input=[101, 7592, 102]))
+    assert not caplog.records
+    for _ in range(2):
+        ok(client.embed(input=[[7592, 2088]]))
+    [record] = caplog.records
+    assert "another tokenizer" in record.getMessage()
 
 
 # text-embeddings-inference

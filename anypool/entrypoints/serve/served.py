@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -15,6 +16,7 @@ from anypool.engine.async_engine import AsyncEngine
 from anypool.engine.engine import Engine
 from anypool.engine.preparation import PromptOptions
 from anypool.engine.request import Request
+from anypool.engine.spans import SpannedPrompt
 from anypool.engine.tokenization import Tokenizer
 from anypool.entrypoints.cli_info import describe
 from anypool.entrypoints.serve.http_errors import HTTPError
@@ -23,6 +25,8 @@ from anypool.entrypoints.serve.schemas.chat import ChatFields
 from anypool.errors import InvalidParameterError, InvalidPromptError, PromptTooLongError
 from anypool.pooling.params import PoolingParams
 from anypool.pooling.tasks import PoolingTask
+
+logger = logging.getLogger(__name__)
 
 # Characters of a text that is cut to what the model takes: this many, or so many per token where that is more.
 _LONGEST_TEXT = 1_000_000
@@ -45,6 +49,7 @@ class ServedModel:
         self.name = served_name(engine)
         self.prompts = NamedPrompts(engine.loaded.recipe.prompts)
         self.in_windows = engine.loaded.pooler_config.enable_chunked_processing
+        self._has_warned_of_ids = False
 
     @cached_property
     def kind(self) -> str:
@@ -91,8 +96,25 @@ class ServedModel:
             InvalidRequestError: A prompt or a parameter cannot be served.
         """
         for index, prompt in enumerate(prompts):
-            self.check_length(prompt, index)
+            self.check_length(prompt.prompt if isinstance(prompt, SpannedPrompt) else prompt, index)
+        if prompts and isinstance(prompts[0], list):
+            self._look_at_ids(prompts[0])
         return self.engine.prepare(prompts, task, params, options)
+
+    def _look_at_ids(self, ids: list[int]) -> None:
+        """Warns once of ids that the model's tokenizer would not give: they may be of another one."""
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None or self._has_warned_of_ids:
+            return
+        before, after = tokenizer.prefix_ids, tokenizer.suffix_ids
+        if ids[: len(before)] != before or ids[len(ids) - len(after) :] != after:
+            self._has_warned_of_ids = True
+            logger.warning(
+                "%s: a request has token ids without the special tokens of the model's tokenizer. If they are of "
+                "another tokenizer, as LangChain sends by default, their results mean nothing: send texts "
+                "(check_embedding_ctx_length=False)",
+                self.name,
+            )
 
     def check_length(self, prompt: object, index: int) -> None:
         """Refuses a text that is endless; windows, which run the whole of a text, have a limit of their own."""
