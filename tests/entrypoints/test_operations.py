@@ -14,12 +14,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI, HTTPException
 
+from anypool.config import EngineConfig
 from anypool.engine.engine import Engine
 from anypool.engine.request import Request
 from anypool.entrypoints.serve.access_log import JsonFormatter
@@ -303,6 +305,18 @@ def test_a_folder_is_served_under_its_name(engine: Engine, tmp_path: Path, monke
         config = engine.config.replace(model=model, served_model_name=given or model)
         monkeypatch.setattr(engine, "config", config)
         assert served_name(engine) == name
+
+
+def test_a_link_to_a_model_is_served_under_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "my-model").symlink_to(tmp_path / "blobs", target_is_directory=True)
+    config = EngineConfig(model=str(tmp_path / "my-model"))
+    assert served_name(SimpleNamespace(config=config)) == "my-model"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", ["/health%0A", "/v1/embeddings%0A", "/health%0D%0A", "/health%00", "/health/"])
+def test_a_path_with_something_after_it_is_another_path(client: Client, path: str) -> None:
+    assert client.get(path).status_code == 404
 
 
 # Headers

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -257,6 +259,51 @@ def test_a_template_of_the_request_is_taken_where_that_is_allowed(engines: dict[
     for template in ("{{ ''.__class__.__mro__ }}", "{% for", "{{ messages.append(1) }}"):
         refused = trusting.post("/v1/embeddings", messages=messages, chat_template=template)
         assert refused.status_code == 400
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/embeddings", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/score", {"queries": "a", "documents": "b"}),
+    ],
+)
+def test_a_template_that_does_not_end_holds_up_nothing_and_is_stopped(
+    engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]
+) -> None:
+    for module in ("served", "routes.scoring"):
+        monkeypatch.setattr(f"anypool.entrypoints.serve.{module}.LONGEST_RENDER_S", 1.0)
+    model = engines["chatty" if "messages" in fields else "qwen"]
+    app = create_app(model, ServerOptions(trust_request_chat_template=True))
+
+    async def both() -> tuple[httpx.Response, float]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+            running = asyncio.ensure_future(client.post(path, json={**fields, "chat_template": ENDLESS}))
+            longest = 0.0
+            while not running.done():
+                began = time.monotonic()
+                assert (await client.get("/health")).status_code == 200
+                longest = max(longest, time.monotonic() - began)
+                await asyncio.sleep(0.01)
+            return await running, longest
+
+    response, longest = asyncio.run(both())
+    assert response.status_code == 400
+    assert "more than 1 seconds" in response.json()["error"]["message"]
+    assert longest < 0.9
+
+
+@pytest.mark.parametrize("text", ["{{ 10 ** (10**9) }}", "{{ 'a' * 10**12 }}", "{{ 9**999999 * 9**999999 }}"])
+def test_products_and_powers_in_a_template_are_bounded(engines: dict[str, Engine], text: str) -> None:
+    trusting = Client(create_app(engines["chatty"], ServerOptions(trust_request_chat_template=True)))
+    fields = {"messages": [{"role": "user", "content": "a"}]}
+    refused = trusting.post("/v1/embeddings", chat_template=text, **fields)
+    assert refused.status_code == 400
+    assert "more than 1,000,000" in refused.json()["error"]["message"]
+    assert ok(trusting.post("/v1/embeddings", chat_template="{{ 'a ' * 3 + (2 ** 8) | string }}", **fields))
 
 
 def test_special_tokens_may_be_left_out(server: Client) -> None:
@@ -683,6 +730,8 @@ def test_tokenize_and_back(server: Client, minilm: str) -> None:
         ("sentiment", {"input": "a cat"}, "/classify"),
         ("sentiment", {"inputs": "a cat"}, "/predict"),
         ("prm", {"input": "a cat<extra_0>"}, "/reward"),
+        ("reward", {"input": "a cat"}, "/reward"),
+        ("reward", {"inputs": "a cat"}, "/predict"),
         ("cross", {"query": "a", "documents": TEXTS}, "/rerank"),
         ("cross", {"query": "a", "texts": TEXTS}, "/rerank"),
         ("cross", {"text_1": "a", "text_2": TEXTS}, "/score"),
@@ -708,11 +757,17 @@ def test_models_are_listed_and_found_by_name(server: Client, engines: dict[str, 
 
 @pytest.mark.parametrize(
     ("model", "kind"),
-    [("minilm", "embedding"), ("cross", "reranker"), ("qwen", "reranker"), ("sentiment", "classifier")],
+    [
+        ("minilm", "embedding"),
+        ("cross", "reranker"),
+        ("qwen", "reranker"),
+        ("sentiment", "classifier"),
+        ("reward", "reward"),
+    ],
 )
 def test_info_has_the_fields_of_tei_and_the_card(engines: dict[str, Engine], model: str, kind: str) -> None:
     body = ok(Client(create_app(engines[model])).get("/info"))
-    assert list(body["model_type"]) == [kind]
+    assert list(body["model_type"]) == ["classifier" if kind == "reward" else kind]  # which TEI has no name for
     assert body["model_id"] == model
     assert body["max_input_length"] == engines[model].max_model_len
     assert body["card"]["tasks"] == [task.value for task in engines[model].supported_tasks]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from anypool.adapters.chat_templates import ConversationTemplate, conversation_template
 from anypool.adapters.heads import labels_of
+from anypool.adapters.template_limits import LONGEST_RENDER_S, at_most
 from anypool.config import require
 from anypool.engine.async_engine import AsyncEngine
 from anypool.engine.engine import Engine
@@ -58,11 +61,23 @@ class ServedModel:
         scores = loaded.defaults.scores
         if loaded.head is not None and loaded.head.is_reward:
             return "reward"
+        if PoolingTask.CLASSIFY in scores and scores[PoolingTask.CLASSIFY].columns == 1:
+            return "reranker" if self._scores_pairs else "reward"
         if PoolingTask.CLASSIFY in scores:
-            return "reranker" if scores[PoolingTask.CLASSIFY].columns == 1 else "classifier"
+            return "classifier"
         if PoolingTask.TOKEN_CLASSIFY in scores:
             return "classifier"
         return "reward" if PoolingTask.REWARD in scores else "embedding"
+
+    @property
+    def _scores_pairs(self) -> bool:
+        """Whether its one score is about a pair: of causal models, only those whose files say so, or have a template.
+
+        Reward models such as Skywork's are saved like a reranker without either.
+        """
+        loaded = self.engine.loaded
+        is_encoder = getattr(loaded.model, "attn_type", None) == "encoder_only"
+        return is_encoder or loaded.recipe.is_cross_encoder or loaded.rerank_template is not None
 
     @cached_property
     def card(self) -> dict[str, Any]:
@@ -131,6 +146,10 @@ class ServedModel:
             InvalidRequestError: There is no template for them, or it is the request's and may not be used.
         """
         template = self._template(asked)
+        with at_most(LONGEST_RENDER_S) if asked.chat_template is not None else nullcontext():
+            return self._rendered(asked, template)
+
+    def _rendered(self, asked: ChatFields, template: ConversationTemplate) -> list[str]:
         return [
             template.render(
                 conversation,
@@ -192,7 +211,7 @@ def served_name(engine: Engine) -> str:
     name, model = engine.config.served_model_name, engine.config.model
     if name is not None and name != model:
         return name
-    path = Path(model).expanduser().resolve()
+    path = Path(os.path.abspath(Path(model).expanduser()))  # a link keeps its own name
     if path.is_dir():
         return path.name
     return path.stem if path.is_file() else model
