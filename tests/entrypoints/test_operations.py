@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 import re
@@ -223,6 +224,7 @@ def test_limits_of_inputs_and_tokens(engine: Engine) -> None:
 def test_a_request_that_takes_too_long_is_504_and_its_work_is_dropped(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, options: dict[str, float], headers: dict[str, str]
 ) -> None:
+    with_options(engine).embed(input="a")  # the first of its length takes longer
     client = with_options(engine, **options)
     with monkeypatch.context() as patched:
         requests = held(engine, patched)
@@ -291,6 +293,15 @@ def test_a_hostile_body_is_refused_quickly(engine: Engine, body: bytes, path: st
 
 def test_nul_and_control_characters_are_text(engine: Engine) -> None:
     assert with_options(engine).embed(input="a\x00b\x07").status_code == 200
+
+
+def test_a_compressed_body_is_415(client: Client) -> None:
+    content = gzip.compress(b'{"input": "a"}')
+    answer = client.request("POST", "/embed", content=content, headers={"Content-Encoding": "gzip"})
+    assert answer.status_code == 415
+    assert "gzip" in answer.json()["error"]
+    same = client.request("POST", "/embed", content=b'{"inputs": "a"}', headers={"Content-Encoding": "identity"})
+    assert same.status_code == 200
 
 
 def test_a_folder_is_served_under_its_name(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,14 @@ def embeddings(engine: Engine, texts: list[str], params: PoolingParams | None = 
 # /v1/embeddings: forms, prompts, conversations.
 
 
+def test_bytes_come_with_any_request_id(server: Client) -> None:
+    name = "\u4e2d\r\nX-Evil: 1"
+    response = server.embed(input="a", encoding_format="bytes", request_id=name)
+    assert response.status_code == 200
+    assert json.loads(response.headers["metadata"])["id"] == f"embd-{name}"
+    assert "x-evil" not in response.headers
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "uint8", "binary", "ubinary"])
 def test_base64_and_bytes_hold_the_numbers_of_every_type(server: Client, engine: Engine, dtype: str) -> None:
     numpy_types = {"float32": "f4", "float16": "f2", "bfloat16": "u2", "binary": "i1", "ubinary": "u1"}

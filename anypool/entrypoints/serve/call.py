@@ -84,6 +84,9 @@ async def serve_call(state: ServerState, exchange: Exchange, calls: Sequence[Cal
     """
     options = state.options
     timeout_s = _timeout(exchange, options.request_timeout)
+    coding = exchange.header("content-encoding")
+    if coding is not None and coding.lower() != "identity":
+        raise HTTPError(415, f"Content-Encoding: {coding!r:.80} is not taken: send the body as it is")
     body = await exchange.read_body(options.max_body_bytes, min(timeout_s, options.body_timeout))
     if len(body) <= _INLINE_BYTES:
         asked, call, model = _parse(state, exchange, body, calls)
