@@ -31,6 +31,7 @@ class Exchange:
         style: In whose shape errors are answered.
         model: Name of the model that serves it, once known.
         inputs, tokens: How many there are, once known.
+        prepare_s, queue_s, inference_s: Seconds for checking and tokenising, in the queue and in the model, once known.
     """
 
     def __init__(self, request: Request) -> None:
@@ -44,6 +45,7 @@ class Exchange:
         self.model = ""
         self.inputs = 0
         self.tokens = 0
+        self.prepare_s = self.queue_s = self.inference_s = 0.0
 
     @staticmethod
     def of(request: Request) -> Exchange:

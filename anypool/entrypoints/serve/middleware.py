@@ -71,6 +71,9 @@ class ExchangeMiddleware:
             (b"x-request-id", exchange.request_id.encode()),
             (b"x-total-time", b"%.3f" % total_ms),
         ]
-        self._state.metrics.ended(exchange, self._state.route(exchange), status)
+        route = self._state.route(exchange)
+        self._state.metrics.ended(exchange, route, status)
         if self._state.log is not None:
             self._state.log.write(exchange, status)
+        if self._state.tracing is not None:
+            self._state.tracing.write(exchange, route, status)

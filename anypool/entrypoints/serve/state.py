@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from anypool.entrypoints.serve.metrics import ServerMetrics
 from anypool.entrypoints.serve.route import Route
 from anypool.entrypoints.serve.routes.table import ROUTES
 from anypool.entrypoints.serve.served import ServedModels
+from anypool.entrypoints.serve.tracing import Tracing
 from anypool.entrypoints.server_options import ServerOptions
 
 
@@ -32,6 +34,7 @@ class ServerState:
         endpoint_by_path: The endpoints that run models, which take POST.
         metrics: What is counted.
         log: The access log, where one is kept.
+        tracing: What writes spans, where a collector is named.
         is_draining: Whether it is about to end, so that it is not ready any more.
         hidden: What messages must not name, and what they name in its place: a path of this machine is nobody's
             business.
@@ -45,6 +48,8 @@ class ServerState:
         self.endpoint_by_path: dict[str, Callable[[Request], Awaitable[Response]]] = {}
         self.metrics = ServerMetrics(models, [path for route in self.routes for path in route.paths])
         self.log = AccessLog(options.log_format) if options.access_log else None
+        endpoint = options.otlp_traces_endpoint
+        self.tracing = None if endpoint is None else Tracing(endpoint)
         self.is_draining = False
         self.hidden = [
             (model.engine.config.model, model.name) for model in models if model.engine.config.model != model.name
@@ -58,6 +63,11 @@ class ServerState:
             "/": self.options.page,
         }
         return switch.get(route.paths[0], True)
+
+    async def close(self) -> None:
+        """Ends what runs beside the engines."""
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
 
     def route(self, exchange: Exchange) -> Route | None:
         """The route at a request's path, whatever its method; known once the application has looked for it."""
