@@ -1,7 +1,7 @@
 """Late-interaction checkpoints: PyLate's, Stanford ColBERT's and sentence-transformers' `MultiVectorEncoder`.
 
-They are read into one `MultiVectorRecipe`. What the formats leave to code is written here: PyLate and Stanford put the id
-of a marker behind the first id of each text, sentence-transformers has it as a prompt; all expand queries with mask
+They are read into one `MultiVectorRecipe`. What the formats leave to code is written here: PyLate and Stanford put the
+id of a marker behind the first id of each text, sentence-transformers has it as a prompt; all expand queries with mask
 tokens and give punctuation in documents no vector (Khattab & Zaharia, arXiv:2004.12832).
 """
 

@@ -278,10 +278,11 @@ class LLM:
     ) -> list[ScoringRequestOutput]:
         """Scores pairs of texts, one with one, one with several, or several with as many.
 
-        A cross-encoder or reranker reads the pair. A multi-vector model compares token vectors by MaxSim, the first text
-        of a pair as the query. Any other model compares embeddings, by the checkpoint's own similarity or by cosine. Pairs that are too long are cut, a reranker's template never; pass
-        `truncate_prompt_tokens=None` to get an error instead. With `enable_chunked_processing` they are not cut: the
-        second text is run in windows, and the highest score counts.
+        A cross-encoder or reranker reads the pair. A multi-vector model compares token vectors by MaxSim, the first
+        text of a pair as the query. Any other model compares embeddings, by the checkpoint's own similarity or by
+        cosine. Pairs that are too long are cut, a reranker's template never; pass `truncate_prompt_tokens=None` to get
+        an error instead. With `enable_chunked_processing` they are not cut: the second text is run in windows, and the
+        highest score counts.
 
         Args:
             data_1: The first text of each pair, or the one of all: the query.

@@ -1,7 +1,7 @@
 """Hierarchical token pooling: fewer vectors per document, each the mean of a cluster (Clavié et al., arXiv:2409.14683).
 
-Tokens are joined by Ward's criterion into about `1 / factor` as many clusters. Libraries disagree on the details, so the
-same document has other vectors in each; `TOKEN_POOLINGS` names the published variants.
+Tokens are joined by Ward's criterion into about `1 / factor` as many clusters. Libraries disagree on the details, so
+the same document has other vectors in each; `TOKEN_POOLINGS` names the published variants.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def _labels(rows_LE: torch.Tensor, clusters: int, *, by_rows: bool) -> torch.Ten
     if not by_rows:
         distances_LL = squareform(distances_LL.clip(0, 2), checks=False)
     found = fcluster(linkage(distances_LL, method="ward"), t=clusters, criterion="maxclust")
-    return torch.from_numpy(found).long().unique(return_inverse=True)[1]
+    labels_L: torch.Tensor = torch.from_numpy(found).long().unique(return_inverse=True)[1]
+    return labels_L
 
 
 def _means(rows_LE: torch.Tensor, labels_L: torch.Tensor) -> torch.Tensor:

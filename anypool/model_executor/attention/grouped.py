@@ -207,7 +207,7 @@ def _blocks(run: Run, window: tuple[int, int], heads: int, *, written_out: bool)
         highest = last if right < 0 else min(last, stop + right)
         is_alone = run.before > 0 and run.keys == run.length and stop - start == 1
         is_behind = (
-            left < 0 and 0 < start and last <= start + 1
+            left < 0 and start > 0 and last <= start + 1
         )  # all that is seen lies before the first query, or is it
         yield slice(start, stop), slice(lowest, highest), is_alone or is_behind
 

@@ -85,7 +85,7 @@ def padded_groups(lengths: tuple[int, ...], keys: tuple[int, ...], window: tuple
     """The groups of neighbours whose rounded lengths are equal, leaving out sequences that are not padded."""
     row = 0
     sizes = zip(lengths, keys, strict=True)
-    for padded, neighbours in groupby(sizes, lambda n: _rounded(n[0]) if is_padded(*n, window) else 0):
+    for padded, neighbours in groupby(sizes, lambda n: _rounded(n[0]) if is_padded(n[0], n[1], window) else 0):
         own = list(neighbours)
         if padded:
             yield _group(row, own, padded)
