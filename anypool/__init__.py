@@ -26,6 +26,8 @@ from anypool.outputs import (
     ScoringRequestOutput,
     SpanEmbeddingOutput,
     SpanEmbeddingRequestOutput,
+    SparseEmbeddingOutput,
+    SparseEmbeddingRequestOutput,
     TokenClassificationOutput,
     TokenClassificationRequestOutput,
 )
@@ -58,6 +60,8 @@ __all__ = [
     "ServingOptions",
     "SpanEmbeddingOutput",
     "SpanEmbeddingRequestOutput",
+    "SparseEmbeddingOutput",
+    "SparseEmbeddingRequestOutput",
     "TokenClassificationOutput",
     "TokenClassificationRequestOutput",
     "__version__",

@@ -26,6 +26,7 @@ from anypool.adapters.rerank_templates import (
 )
 from anypool.adapters.sentence_transformers import Recipe, build_head, read_recipe, score_head
 from anypool.adapters.settings import Setting, pooling_defaults, resolve_settings
+from anypool.adapters.sparse import Backing, SparseHead, find_sparse_head
 from anypool.config import EngineConfig, PoolerConfig
 from anypool.errors import CheckpointFormatError, ConfigError
 from anypool.model_executor.layers.packing import pack_linears
@@ -53,6 +54,7 @@ class LoadedModel:
         recipe: What the sentence-transformers files say.
         pooler_config: What the user says.
         head: What gives scores; None where there is none.
+        sparse: What gives sparse vectors; None where there is none.
         rerank_template: How a query and a document become a prompt, for rerankers that read prompts.
         defaults: What a request gets where it asks for nothing.
         settings: Pooling settings by name, each with who decided it.
@@ -66,6 +68,7 @@ class LoadedModel:
     recipe: Recipe
     pooler_config: PoolerConfig
     head: Head | None
+    sparse: SparseHead | None
     rerank_template: RerankTemplate | None
     defaults: PoolingDefaults
     settings: Mapping[str, Setting]
@@ -141,15 +144,18 @@ def load_pooling_model(
     checkpoint = open_checkpoint(opened.backbone)
     manifest = find_manifest(config, answers=recipe.answer_ids, token_id=token_id)
     head = None if own_pooler else _head(engine, opened, checkpoint, user, manifest, token_id)
-    claimed = head.tensors if head is not None else frozenset()
+    sparse = None
+    if not own_pooler:
+        sparse = find_sparse_head(opened.repository, recipe, config, checkpoint, convert=engine.convert)
+    claimed = frozenset().union(*(one.tensors for one in (head, sparse) if one is not None))
     if engine.convert == "embed":
         head = None
     try:
-        pooling_cls: Any = as_pooling_model(model_cls, _primary_task(head, engine.convert))
+        pooling_cls: Any = as_pooling_model(model_cls, _primary_task(head, sparse, engine.convert))
     except TypeError as error:
         raise ConfigError(f"{config.architecture} cannot be loaded: {error}") from error
     model: Any = construct(lambda: pooling_cls(config) if own_pooler else pooling_cls(config, head))
-    settings = resolve_settings(pooling_cls, config, recipe, user, head)
+    settings = resolve_settings(pooling_cls, config, recipe, user, head, is_sparse=sparse is not None)
     types = settings["pooling_type"].value
     dense, size = build_head(opened.repository, recipe.modules, config.hidden_size * len(types))
     progress = engine.use_tqdm_on_load
@@ -168,6 +174,11 @@ def load_pooling_model(
             head.module.to(device)
             for task, pooler in score_poolers(head, types=settings["score_pooling_type"].value).items():
                 model.pooler.install(task, pooler)
+    if sparse is not None:
+        backing = Backing(model=model, types=types, dense=dense, size=size, device=device, dtype=dtype)
+        model.pooler.install(PoolingTask.SPARSE_EMBED, sparse.build(backing))
+        if sparse.is_alone and user.pooling_types is None:
+            model.pooler.remove(PoolingTask.EMBED)
     model.eval()
     quantization = None
     if engine.quantization is not None:
@@ -179,7 +190,7 @@ def load_pooling_model(
             encode=encode,
             minimum=engine.min_quantized_cosine,
         )
-    defaults = pooling_defaults(model, config, settings, size, user, head)
+    defaults = pooling_defaults(model, config, settings, size, user, head, None if sparse is None else sparse.defaults)
     if engine.chat_template is not None:
         _refuse_unread_template(model, config, defaults)
     return LoadedModel(
@@ -189,6 +200,7 @@ def load_pooling_model(
         recipe=recipe,
         pooler_config=user,
         head=head,
+        sparse=sparse,
         rerank_template=_rerank_template(engine, opened, head, manifest),
         defaults=defaults,
         settings=settings,
@@ -268,8 +280,10 @@ def _refuse_unread_template(model: nn.Module, config: ModelConfig, defaults: Poo
         )
 
 
-def _primary_task(head: Head | None, convert: str) -> PoolingTask:
+def _primary_task(head: Head | None, sparse: SparseHead | None, convert: str) -> PoolingTask:
     """The task that the model's class is named after."""
+    if sparse is not None and sparse.is_alone:
+        return PoolingTask.SPARSE_EMBED
     if head is None:
         return PoolingTask.REWARD if convert == "reward" else PoolingTask.EMBED
     if head.is_reward or convert == "reward":

@@ -27,6 +27,9 @@ from anypool.pooling.plan import PoolingPlan, make_plan
 from anypool.pooling.pooler import EmbedPooler
 from anypool.pooling.tasks import PoolingTask
 
+# What cannot be made of a text's windows.
+_WHOLE = {PoolingTask.REWARD: "reward", PoolingTask.SPARSE_EMBED: "sparse vector of this model"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
@@ -125,8 +128,9 @@ class Preparation:
         combine = combination(plan, tokens.windows, tokens.ids, best=best, defaults=self.loaded.defaults)
         if combine is None:
             raise PromptTooLongError(
-                f"input {index} has {len(tokens.ids):,} tokens, the limit is {self._fitting.max_model_len:,}: a reward "
-                "is about a whole text, so it is not run in windows; pass truncate_prompt_tokens=-1, or shorten it"
+                f"input {index} has {len(tokens.ids):,} tokens, the limit is {self._fitting.max_model_len:,}: a "
+                f"{_WHOLE[plan.task]} is about a whole text, so it is not run in windows; pass "
+                "truncate_prompt_tokens=-1, or shorten it"
             )
         parts = tuple(
             Request(

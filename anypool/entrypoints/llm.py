@@ -33,10 +33,13 @@ from anypool.outputs import (
     ScoringRequestOutput,
     SpanEmbeddingOutput,
     SpanEmbeddingRequestOutput,
+    SparseEmbeddingOutput,
+    SparseEmbeddingRequestOutput,
     TokenClassificationOutput,
     TokenClassificationRequestOutput,
 )
 from anypool.pooling.params import PoolingParams
+from anypool.pooling.sparse import unpack_weights
 from anypool.pooling.tasks import PoolingTask, encode2pooling_task, parse_task
 
 if TYPE_CHECKING:
@@ -159,6 +162,22 @@ class LLM:
             SpanEmbeddingRequestOutput(
                 **_common(request), outputs=SpanEmbeddingOutput(result, token_spans=list(request.plan.spans))
             )
+            for request, result in zip(requests, results, strict=True)
+        ]
+
+    def sparse_embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **arguments: Unpack[PromptArguments],
+    ) -> list[SparseEmbeddingRequestOutput]:
+        """A sparse vector per prompt, with `outputs.indices`, `outputs.values` and `outputs.size`.
+
+        `PoolingParams(max_active_dims=)` keeps only the largest weights. Arguments and errors as for `embed`.
+        """
+        requests, results = self._run(prompts, PoolingTask.SPARSE_EMBED, pooling_params, arguments)
+        return [
+            SparseEmbeddingRequestOutput(**_common(request), outputs=self._sparse(result))
             for request, result in zip(requests, results, strict=True)
         ]
 
@@ -380,6 +399,12 @@ class LLM:
             PoolingRequestOutput(**_common(request), outputs=PoolingOutput(result))
             for request, result in zip(requests, results, strict=True)
         ]
+
+    def _sparse(self, result: torch.Tensor) -> SparseEmbeddingOutput:
+        defaults = self.engine.loaded.defaults.sparse
+        assert defaults is not None
+        indices, values = unpack_weights(result)
+        return SparseEmbeddingOutput(values, indices, defaults.size)
 
     def _labels(self, request: Request, result: torch.Tensor) -> Mapping[int, str]:
         return labels_of(self.engine.loaded.config, request.plan.returned_columns or range(result.shape[-1]))

@@ -66,6 +66,21 @@ class ScoreDefaults:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SparseDefaults:
+    """How a model makes sparse vectors where a request says nothing.
+
+    Attributes:
+        size: Length of the vectors: the vocabulary's, or the number of latent dimensions.
+        max_active_dims: How many weights are kept; None keeps all.
+        joins_windows: Whether the largest weights of a text's windows are the text's.
+    """
+
+    size: int
+    max_active_dims: int | None = None
+    joins_windows: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class PoolingDefaults:
     """What a request gets where it asks for nothing: the engine's settings over the checkpoint's over the class's.
 
@@ -76,6 +91,7 @@ class PoolingDefaults:
         dimensions: How many dimensions are kept; None keeps all.
         scores: Of each task that gives scores.
         logit_mean, logit_sigma: Calibration of scores before the activation.
+        sparse: Of sparse vectors, where the model gives them.
     """
 
     tasks: tuple[PoolingTask, ...]
@@ -85,6 +101,7 @@ class PoolingDefaults:
     scores: Mapping[PoolingTask, ScoreDefaults] = field(default_factory=dict)
     logit_mean: float = 0.0
     logit_sigma: float = 1.0
+    sparse: SparseDefaults | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +121,11 @@ class PoolingPlan:
     returned_columns: tuple[int, ...] | None = None
     reported_column: int | None = None
     spans: tuple[tuple[int, int], ...] = ()
+    max_active_dims: int | None = None
 
 
 _EMBED_FIELDS = ("dimensions", "normalize", "use_activation")
+_SPARSE_FIELDS = ("max_active_dims",)
 _SCORE_FIELDS = ("activation", "use_activation")
 _TOKEN_SCORE_FIELDS = (*_SCORE_FIELDS, "step_tag_id", "returned_token_ids")
 
@@ -115,6 +134,10 @@ def make_plan(task: PoolingTask, params: PoolingParams, defaults: PoolingDefault
     """Resolves `params`; raises an `InvalidRequestError` naming the field that cannot be served."""
     if task not in defaults.tasks:
         raise UnsupportedTaskError(_not_served(task, defaults), param="task")
+    if task is PoolingTask.SPARSE_EMBED:
+        _only(params, _SPARSE_FIELDS, task)
+        assert defaults.sparse is not None
+        return PoolingPlan(task=task, max_active_dims=params.max_active_dims or defaults.sparse.max_active_dims)
     scores = defaults.scores.get(task)
     if scores is None:
         _only(params, _EMBED_FIELDS, task)
@@ -192,5 +215,10 @@ def _not_served(task: PoolingTask, defaults: PoolingDefaults) -> str:
             f"{message}. It needs a head: load a checkpoint saved as ...ForSequenceClassification or "
             "...ForTokenClassification, or make one from rows of a causal LM's head with "
             "hf_overrides={'classifier_from_token': [...], 'method': 'no_post_processing'}"
+        )
+    if task is PoolingTask.SPARSE_EMBED:
+        return (
+            f"{message}. It needs a sentence-transformers SparseEncoder, BGE-M3's files, or a ...ForMaskedLM loaded "
+            "with convert='sparse'"
         )
     return message

@@ -360,6 +360,10 @@ class DispatchPooler(Pooler):
         """Serves a task with another pooler from now on."""
         self.poolers[task.value] = pooler
 
+    def remove(self, task: PoolingTask) -> None:
+        """Serves a task no more."""
+        del self.poolers[task.value]
+
     def __getitem__(self, task: PoolingTask) -> Pooler:
         return cast(Pooler, self.poolers[task.value])
 
