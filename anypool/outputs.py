@@ -162,7 +162,28 @@ class RerankResult:
     relevance_score: float
 
 
-OutputT = TypeVar("OutputT", bound=PoolingOutput)
+@dataclass(frozen=True, kw_only=True)
+class MultiTaskOutput:
+    """The results of several tasks for one text. A task that was not asked for has None.
+
+    Attributes:
+        embed: The vector.
+        sparse_embed: The sparse vector.
+        token_embed: The vectors of its tokens, `[tokens, E]`.
+        classify: Its scores.
+        token_classify: The scores of its tokens.
+        reward: Its reward.
+    """
+
+    embed: EmbeddingOutput | None = None
+    sparse_embed: SparseEmbeddingOutput | None = None
+    token_embed: PoolingOutput | None = None
+    classify: ClassificationOutput | None = None
+    token_classify: TokenClassificationOutput | None = None
+    reward: PoolingOutput | None = None
+
+
+OutputT = TypeVar("OutputT", bound=PoolingOutput | MultiTaskOutput)
 
 
 @dataclass(frozen=True)
@@ -191,6 +212,10 @@ class _RequestOutput(Generic[OutputT]):
 
 class PoolingRequestOutput(_RequestOutput[PoolingOutput]):
     """What `LLM.encode` returns for each prompt."""
+
+
+class MultiTaskRequestOutput(_RequestOutput[MultiTaskOutput]):
+    """What `LLM.encode` returns for each prompt where it is given several tasks."""
 
 
 class EmbeddingRequestOutput(_RequestOutput[EmbeddingOutput]):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from anypool.adapters.bge_m3 import find_bge_m3
 from anypool.adapters.heads import Head, find_head
 from anypool.adapters.lm_head_rows import head_from_config, manifest_head, rows_head
 from anypool.adapters.pooling_model import as_pooling_model, score_poolers
@@ -147,6 +148,7 @@ def load_pooling_model(
     sparse = None
     if not own_pooler:
         sparse = find_sparse_head(opened.repository, recipe, config, checkpoint, convert=engine.convert)
+    bge_m3 = None if own_pooler or engine.convert == "embed" else find_bge_m3(opened.repository, config, token_id)
     claimed = frozenset().union(*(one.tensors for one in (head, sparse) if one is not None))
     if engine.convert == "embed":
         head = None
@@ -179,6 +181,9 @@ def load_pooling_model(
         model.pooler.install(PoolingTask.SPARSE_EMBED, sparse.build(backing))
         if sparse.is_alone and user.pooling_types is None:
             model.pooler.remove(PoolingTask.EMBED)
+    if bge_m3 is not None:
+        for task, pooler in bge_m3.poolers.items():
+            model.pooler.install(task, pooler.to(device))
     model.eval()
     quantization = None
     if engine.quantization is not None:
@@ -190,7 +195,8 @@ def load_pooling_model(
             encode=encode,
             minimum=engine.min_quantized_cosine,
         )
-    defaults = pooling_defaults(model, config, settings, size, user, head, None if sparse is None else sparse.defaults)
+    by_sparse = next((one.sparse for one in (bge_m3, sparse) if one is not None), None)
+    defaults = pooling_defaults(model, config, settings, size, user, head, by_sparse)
     if engine.chat_template is not None:
         _refuse_unread_template(model, config, defaults)
     return LoadedModel(

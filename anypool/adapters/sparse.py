@@ -52,14 +52,14 @@ class SparseHead:
 
     Attributes:
         name: What it is, for `anypool info`.
-        defaults: What a request gets where it asks for nothing.
+        sparse: What a request gets where it asks for nothing.
         build: Makes its pooler.
         is_alone: Whether the checkpoint says nothing about a dense embedding beside it.
         tensors: The backbone's tensors that it holds.
     """
 
     name: str
-    defaults: SparseDefaults
+    sparse: SparseDefaults
     build: Callable[[Backing], SparsePooler]
     is_alone: bool = False
     tensors: frozenset[str] = frozenset()
@@ -114,7 +114,7 @@ def _splade(asked: SpladeRecipe, recipe: Recipe, head: MaskedLMHead) -> SparseHe
     activation = "log1p_relu" if asked.twice else "relu"
     return SparseHead(
         name=f"SPLADE, {asked.strategy} of {activation} over {head.size:,} words",
-        defaults=SparseDefaults(
+        sparse=SparseDefaults(
             size=head.size, max_active_dims=recipe.max_active_dims, joins_windows=asked.strategy == "max"
         ),
         build=build,
@@ -150,7 +150,7 @@ def _auto_encoder(asked: AutoEncoderRecipe, recipe: Recipe, repository: Reposito
     most = min(asked.k, asked.hidden_dim)
     return SparseHead(
         name=f"sparse autoencoder {asked.input_dim} -> {asked.hidden_dim}, {most} active",
-        defaults=SparseDefaults(
+        sparse=SparseDefaults(
             size=asked.hidden_dim, max_active_dims=recipe.max_active_dims or most, joins_windows=False
         ),
         build=build,

@@ -23,7 +23,7 @@ from anypool.errors import (
 )
 from anypool.pooling.methods import PoolingType
 from anypool.pooling.params import PoolingParams
-from anypool.pooling.plan import PoolingPlan, make_plan
+from anypool.pooling.plan import PoolingPlan, make_plans
 from anypool.pooling.pooler import EmbedPooler
 from anypool.pooling.tasks import PoolingTask
 
@@ -72,14 +72,15 @@ class Preparation:
     def prepare(
         self,
         prompts: Sequence[Prompt | TextPair | TemplatedPrompt | SpannedPrompt],
-        task: PoolingTask,
+        task: PoolingTask | Sequence[PoolingTask],
         params: PoolingParams | Sequence[PoolingParams] | None,
         options: PromptOptions,
     ) -> list[Request]:
         """Turns prompts into requests; see `Engine.prepare`."""
         if isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__len__"):
             raise InvalidPromptError(f"prompts={prompts!r:.80} is not a list of prompts")
-        plans = self._plans(len(prompts), task, params)
+        tasks = (task,) if isinstance(task, PoolingTask) else tuple(task)
+        plans = self._plans(len(prompts), tasks, params)
         limit = self._fitting.limit(options.truncate_prompt_tokens)
         side = self._side(options)
         prefix, skip = self._prompt_prefix(options)
@@ -96,7 +97,7 @@ class Preparation:
         texts = iter(self._encode(whole, special_tokens=options.special_tokens))
         pieces = self._pieces(checked, prefix)
         requests = []
-        for index, (prompt, plan) in enumerate(zip(checked, plans, strict=True)):
+        for index, (prompt, (plan, *others)) in enumerate(zip(checked, plans, strict=True)):
             if isinstance(prompt, TextPair):
                 first, second = pieces[prefix + prompt.first], pieces[prompt.second]
                 tokens = self._fitting.pair(first, second, index, limit, side=side, skip=skip)
@@ -106,15 +107,23 @@ class Preparation:
                 before, skipped = (prefix, skip) if isinstance(prompt, str) else ("", 0)
                 ids = next(texts) if isinstance(prompt, str) else prompt
                 tokens = self._fitting.single(ids, index, limit, side=side, prefix=before, skip=skipped)
-            self._check_ids(tokens, index, plan)
+            for one in (plan, *others):
+                self._check_ids(tokens, index, one)
             spanned = spans[index]
             if spanned is not None:
                 plan = replace(plan, spans=self._spans(spanned, index, tokens, prefix, side))
-            requests.append(self._request(tokens, plan, index, best=isinstance(prompt, (TextPair, TemplatedPrompt))))
+            best = isinstance(prompt, (TextPair, TemplatedPrompt))
+            also = tuple(self._request(tokens, one, index, best=best) for one in others)
+            requests.append(self._request(tokens, plan, index, best=best, also=also))
         return requests
 
-    def _request(self, tokens: Fitted, plan: PoolingPlan, index: int, *, best: bool) -> Request:
-        """A request for a prompt, or one whose parts are its windows; for scores the `best` of these counts."""
+    def _request(
+        self, tokens: Fitted, plan: PoolingPlan, index: int, *, best: bool, also: tuple[Request, ...] = ()
+    ) -> Request:
+        """A request for a prompt, or one whose parts are its windows; for scores the `best` of these counts.
+
+        Others that it answers `also` are of the same prompt, so that their parts are the same windows.
+        """
         name = str(next(self._ids))
         if not tokens.windows:
             return Request(
@@ -124,6 +133,7 @@ class Preparation:
                 token_type_ids=tokens.types,
                 skip=tokens.skip,
                 num_truncated_tokens=tokens.truncated,
+                also=also,
             )
         combine = combination(plan, tokens.windows, tokens.ids, best=best, defaults=self.loaded.defaults)
         if combine is None:
@@ -139,6 +149,7 @@ class Preparation:
                 plan=part_plan,
                 token_type_ids=window.token_type_ids,
                 skip=tokens.skip,
+                also=tuple(one.parts[number] for one in also),
             )
             for number, (window, part_plan) in enumerate(combine.parts)
         )
@@ -149,6 +160,7 @@ class Preparation:
             num_truncated_tokens=tokens.truncated,
             parts=parts,
             combine=combine,
+            also=also,
         )
 
     def _spans(
@@ -191,10 +203,11 @@ class Preparation:
         return self._prompt_prefix(options)[0]
 
     def _plans(
-        self, count: int, task: PoolingTask, params: PoolingParams | Sequence[PoolingParams] | None
-    ) -> list[PoolingPlan]:
+        self, count: int, tasks: Sequence[PoolingTask], params: PoolingParams | Sequence[PoolingParams] | None
+    ) -> list[tuple[PoolingPlan, ...]]:
+        """For each prompt a plan per task."""
         if params is None or isinstance(params, PoolingParams):
-            return [make_plan(task, params or PoolingParams(), self.loaded.defaults)] * count
+            return [make_plans(tasks, params or PoolingParams(), self.loaded.defaults)] * count
         if not isinstance(params, (list, tuple)):
             raise InvalidParameterError(f"pooling_params={params!r} is not a PoolingParams, nor a list of them")
         if len(params) != count:
@@ -202,7 +215,7 @@ class Preparation:
         for one in params:
             if not isinstance(one, PoolingParams):
                 raise InvalidParameterError(f"pooling_params has {one!r}, which is not a PoolingParams")
-        return [make_plan(task, one, self.loaded.defaults) for one in params]
+        return [make_plans(tasks, one, self.loaded.defaults) for one in params]
 
     def _side(self, options: PromptOptions) -> str:
         side = options.truncation_side

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import torch
 from tqdm import tqdm
@@ -26,6 +26,8 @@ from anypool.outputs import (
     ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    MultiTaskOutput,
+    MultiTaskRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
     RerankResult,
@@ -243,6 +245,7 @@ class LLM:
             for request, result, place in zip(requests, results, offsets, strict=True)
         ]
 
+    @overload
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -250,13 +253,34 @@ class LLM:
         *,
         pooling_task: str | None = None,
         **arguments: Unpack[PromptArguments],
-    ) -> list[PoolingRequestOutput]:
+    ) -> list[PoolingRequestOutput]: ...
+
+    @overload
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: list[str] | tuple[str, ...],
+        **arguments: Unpack[PromptArguments],
+    ) -> list[MultiTaskRequestOutput]: ...
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: str | list[str] | tuple[str, ...] | None = None,
+        **arguments: Unpack[PromptArguments],
+    ) -> list[PoolingRequestOutput] | list[MultiTaskRequestOutput]:
         """Runs any task and returns its raw result, `outputs.data`. Arguments and errors as for `embed`.
+
+        Several tasks run each prompt once: `outputs.embed`, `outputs.sparse_embed` and so on.
 
         Args:
             prompts: As for `embed`.
-            pooling_params: As for `embed`.
-            pooling_task: A name in `supported_tasks`. None and "encode" mean token_embed, and warn.
+            pooling_params: As for `embed`. Of several tasks each takes the fields that it knows.
+            pooling_task: A name in `supported_tasks`, or a list of them. None and "encode" mean token_embed, and warn.
             **arguments: As for `embed`.
         """
         if pooling_task is None or pooling_task == "encode":
@@ -267,8 +291,39 @@ class LLM:
                 stacklevel=2,
             )
         else:
+            if not isinstance(pooling_task, str):
+                return self._several(prompts, [parse_task(name) for name in pooling_task], pooling_params, arguments)
             task = parse_task(pooling_task)
         return self._raw(prompts, task, pooling_params, arguments)
+
+    def _several(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        tasks: Sequence[PoolingTask],
+        params: PoolingParams | Sequence[PoolingParams] | None,
+        arguments: PromptArguments,
+    ) -> list[MultiTaskRequestOutput]:
+        requests, _ = self._run(prompts, tasks, params, arguments)
+        outputs = []
+        for request in requests:
+            found = {
+                one.plan.task.value: self._output(one, result)
+                for one, result in zip((request, *request.also), request.results, strict=True)
+            }
+            outputs.append(MultiTaskRequestOutput(**_common(request), outputs=MultiTaskOutput(**found)))
+        return outputs
+
+    def _output(self, request: Request, result: torch.Tensor) -> Any:
+        match request.plan.task:
+            case PoolingTask.EMBED:
+                return EmbeddingOutput(result)
+            case PoolingTask.SPARSE_EMBED:
+                return self._sparse(result)
+            case PoolingTask.CLASSIFY:
+                return ClassificationOutput(result, labels=self._labels(request, result))
+            case PoolingTask.TOKEN_CLASSIFY:
+                return TokenClassificationOutput(result, labels=self._labels(request, result))
+        return PoolingOutput(result)
 
     def score(
         self,
@@ -412,7 +467,7 @@ class LLM:
     def _run(
         self,
         prompts: Prompt | Sequence[Prompt],
-        task: PoolingTask,
+        task: PoolingTask | Sequence[PoolingTask],
         params: PoolingParams | Sequence[PoolingParams] | None,
         arguments: PromptArguments,
     ) -> tuple[list[Request], list[torch.Tensor]]:
@@ -423,14 +478,14 @@ class LLM:
     def _submit(
         self,
         prompts: Sequence[Any],
-        task: PoolingTask,
+        task: PoolingTask | Sequence[PoolingTask],
         params: PoolingParams | Sequence[PoolingParams] | None,
         options: PromptOptions,
         use_tqdm: bool | Callable[..., tqdm[Any]],
     ) -> tuple[list[Request], list[torch.Tensor]]:
         requests = self.engine.prepare(prompts, task, params, options)
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
-        bar = make_bar(total=len(requests), desc=task.value, unit="prompt", disable=use_tqdm is False)
+        bar = make_bar(total=len(requests), desc=_name_of(task), unit="prompt", disable=use_tqdm is False)
         try:
             self.engine.submit(requests)
             results = []
@@ -479,6 +534,10 @@ def _options(arguments: PromptArguments) -> PromptOptions:
             raise InvalidParameterError(f"tokenization_kwargs has {key!r}; known: {', '.join(values)}", param=key)
         values[key] = value
     return PromptOptions(prompt_name=arguments.get("prompt_name"), prompt=arguments.get("prompt"), **values)
+
+
+def _name_of(task: PoolingTask | Sequence[PoolingTask]) -> str:
+    return task.value if isinstance(task, PoolingTask) else " + ".join(task)
 
 
 def _common(request: Request) -> dict[str, Any]:

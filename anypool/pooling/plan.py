@@ -160,6 +160,46 @@ def make_plan(task: PoolingTask, params: PoolingParams, defaults: PoolingDefault
     )
 
 
+def make_plans(
+    tasks: Sequence[PoolingTask], params: PoolingParams, defaults: PoolingDefaults
+) -> tuple[PoolingPlan, ...]:
+    """A plan per task. Of several, each takes the fields of `params` that it knows, and each field needs one that does.
+
+    Raises:
+        InvalidRequestError: A field cannot be served, or a task stands twice.
+    """
+    if len(tasks) == 1:
+        return (make_plan(tasks[0], params, defaults),)
+    if not tasks or len(set(tasks)) < len(tasks):
+        raise InvalidParameterError(
+            f"the tasks are {[*map(str, tasks)]}: give each once, and at least one", param="task"
+        )
+    for task in tasks:
+        if task not in defaults.tasks:
+            raise UnsupportedTaskError(_not_served(task, defaults), param="task")
+    taken = {task: _fields_of(task, defaults) for task in tasks}
+    given = {one.name: getattr(params, one.name) for one in fields(params) if getattr(params, one.name) is not None}
+    for name, value in given.items():
+        if not any(name in known for known in taken.values()):
+            raise InvalidParameterError(
+                f"{name}={value!r} has no meaning for any of the tasks {', '.join(tasks)}", param=name
+            )
+    return tuple(
+        make_plan(task, PoolingParams(**{name: value for name, value in given.items() if name in known}), defaults)
+        for task, known in taken.items()
+    )
+
+
+def _fields_of(task: PoolingTask, defaults: PoolingDefaults) -> tuple[str, ...]:
+    """The fields of `PoolingParams` that a task takes."""
+    if task is PoolingTask.SPARSE_EMBED:
+        return _SPARSE_FIELDS
+    scores = defaults.scores.get(task)
+    if scores is None:
+        return _EMBED_FIELDS if task is PoolingTask.EMBED else _EMBED_FIELDS[1:]
+    return _TOKEN_SCORE_FIELDS if scores.token_level else _SCORE_FIELDS
+
+
 def _embed_plan(task: PoolingTask, params: PoolingParams, defaults: PoolingDefaults) -> PoolingPlan:
     asked = params.normalize
     if params.use_activation is not None:

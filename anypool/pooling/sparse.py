@@ -198,6 +198,29 @@ class LexicalPooler(SparsePooler):
         return Weights(words_K // self.size, words_K % self.size, largest_K[kept_K])
 
 
+class ProjectedTokenPooler(Pooler):
+    """A projected vector per token but the first, normalised where the plan says so.
+
+    BGE-M3's multi-vector output (Chen et al., arXiv:2402.03216): the first token's state is the dense vector.
+
+    Args:
+        linear: Hidden states, float32 -> vectors.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, hidden_TD: torch.Tensor, segments: Segments, plans: Sequence[PoolingPlan]) -> list[PooledGroup]:
+        groups = []
+        for index, (rows_LD, plan) in enumerate(zip(hidden_TD.split(segments.lengths), plans, strict=True)):
+            vectors_LE = self.linear(rows_LD[1:].float())
+            if plan.normalize:
+                vectors_LE = nn.functional.normalize(vectors_LE, dim=-1)
+            groups.append(PooledGroup((index,), vectors_LE, (len(vectors_LE),)))
+        return groups
+
+
 class AutoEncoderPooler(SparsePooler):
     """CSR: the largest latent dimensions of a sparse autoencoder over an embedding (Wen et al., arXiv:2503.01776).
 
