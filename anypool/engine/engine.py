@@ -275,7 +275,8 @@ class Engine:
         due = [request for request in requests if request not in gone] if gone else requests
         if self._long is None or self._long.request not in due:  # not for every chunk
             self.metrics.started(due, now)
-        if len(due) == 1 and len(due[0]) > self._scheduler.max_tokens and self.config.enable_chunked_prefill:
+        is_long = len(due) == 1 and len(due[0]) > self._scheduler.max_tokens and due[0].num_keys is None
+        if is_long and self.config.enable_chunked_prefill:
             self._run_chunk(due[0])
         elif due:
             self._run(due)

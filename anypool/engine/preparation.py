@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from anypool.adapters.load import LoadedModel
+from anypool.adapters.multi_vector import MultiVector, Side
 from anypool.adapters.rerank_templates import TemplatedPrompt
 from anypool.engine.fitting import Fitted, Fitting
 from anypool.engine.prompts import Prompt, TextPair, check_prompt, check_text
@@ -81,6 +82,8 @@ class Preparation:
             raise InvalidPromptError(f"prompts={prompts!r:.80} is not a list of prompts")
         tasks = (task,) if isinstance(task, PoolingTask) else tuple(task)
         plans = self._plans(len(prompts), tasks, params)
+        if PoolingTask.TOKEN_EMBED in tasks and self.loaded.multi_vector is not None:
+            return self._token_vectors(prompts, plans, options, self.loaded.multi_vector)
         limit = self._fitting.limit(options.truncate_prompt_tokens)
         side = self._side(options)
         prefix, skip = self._prompt_prefix(options)
@@ -88,11 +91,7 @@ class Preparation:
         checked = [check_prompt(p.prompt if isinstance(p, SpannedPrompt) else p, i) for i, p in enumerate(prompts)]
         if limit is None:
             self._fitting.refuse_endless(checked)
-        if (options.prompt_name is not None or options.prompt) and any(isinstance(p, list) for p in checked):
-            raise InvalidParameterError(
-                "a prompt is put before text and not before token ids: give texts, or ids that hold the prompt",
-                param="prompt_name",
-            )
+        _refuse_prompt_before_ids(options, checked)
         whole = [prefix + prompt for prompt in checked if isinstance(prompt, str)]
         texts = iter(self._encode(whole, special_tokens=options.special_tokens))
         pieces = self._pieces(checked, prefix)
@@ -117,6 +116,46 @@ class Preparation:
             requests.append(self._request(tokens, plan, index, best=best, also=also))
         return requests
 
+    def _token_vectors(
+        self,
+        prompts: Sequence[Any],
+        plans: Sequence[tuple[PoolingPlan, ...]],
+        options: PromptOptions,
+        multi_vector: MultiVector,
+    ) -> list[Request]:
+        """Requests for the token vectors of queries and documents, which are read each in their way."""
+        if any(len(several) > 1 for several in plans):
+            raise UnsupportedTaskError(
+                f"{self.loaded.config.name} reads texts for token_embed otherwise than for its other tasks: ask for "
+                "it alone",
+                param="task",
+            )
+        checked = [check_prompt(prompt, index) for index, prompt in enumerate(prompts)]
+        _refuse_prompt_before_ids(options, checked)
+        asked, end = options.truncate_prompt_tokens, self._side(options)
+        if asked is None:
+            self._fitting.refuse_endless(checked)
+        sides = [multi_vector.side(is_query=plan.is_query) for (plan,) in plans]
+        prefixes = {which: self._prompt_prefix(_with_own_prompt(options, which))[0] for which in dict.fromkeys(sides)}
+        texts = [prefixes[which] + one for which, one in zip(sides, checked, strict=True) if isinstance(one, str)]
+        encoded = iter(self._encode(texts, special_tokens=options.special_tokens))
+        requests = []
+        for index, (prompt, which, (plan,)) in enumerate(zip(checked, sides, plans, strict=True)):
+            if isinstance(prompt, (TextPair, TemplatedPrompt)):
+                raise InvalidPromptError(
+                    f"input {index} is a pair of texts, and {self.loaded.config.name} reads each text by itself"
+                )
+            ids = next(encoded) if isinstance(prompt, str) else prompt
+            tokens = self._fitting.one_side(which, ids, index, asked, side=end)
+            self._check_ids(tokens, index, plan)
+            if not which.kept.keeps_any(tokens.ids):
+                raise InvalidPromptError(
+                    f"input {index} has no vectors: all of its {len(tokens.ids)} tokens are ones that "
+                    f"{self.loaded.config.name} leaves out, such as punctuation"
+                )
+            requests.append(self._request(tokens, plan, index, best=False))
+        return requests
+
     def _request(
         self, tokens: Fitted, plan: PoolingPlan, index: int, *, best: bool, also: tuple[Request, ...] = ()
     ) -> Request:
@@ -132,6 +171,7 @@ class Preparation:
                 plan=plan,
                 token_type_ids=tokens.types,
                 skip=tokens.skip,
+                num_keys=tokens.num_keys,
                 num_truncated_tokens=tokens.truncated,
                 also=also,
             )
@@ -286,3 +326,18 @@ class Preparation:
                 f"input {index} has no step tag: the token {plan.step_tag_id} must stand after each step",
                 param="step_tag_id",
             )
+
+
+def _refuse_prompt_before_ids(options: PromptOptions, prompts: Sequence[object]) -> None:
+    if (options.prompt_name is not None or options.prompt) and any(isinstance(prompt, list) for prompt in prompts):
+        raise InvalidParameterError(
+            "a prompt is put before text and not before token ids: give texts, or ids that hold the prompt",
+            param="prompt_name",
+        )
+
+
+def _with_own_prompt(options: PromptOptions, which: Side) -> PromptOptions:
+    """The options with the prompt of a side, where the caller names none."""
+    if which.prompt_name is None or options.prompt is not None or options.prompt_name is not None:
+        return options
+    return replace(options, prompt_name=which.prompt_name)

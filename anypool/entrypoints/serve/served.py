@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from anypool.entrypoints.cli_info import describe
 from anypool.entrypoints.serve.http_errors import HTTPError
 from anypool.entrypoints.serve.prompt_names import NamedPrompts
 from anypool.entrypoints.serve.schemas.chat import ChatFields
+from anypool.entrypoints.serve.schemas.common import CommonFields
 from anypool.errors import InvalidParameterError, InvalidPromptError, PromptTooLongError
 from anypool.pooling.params import PoolingParams
 from anypool.pooling.tasks import PoolingTask
@@ -43,7 +45,7 @@ class ServedModel:
         self.trusts_templates = trusts_templates
         self.created = int(time.time())
         self.name = served_name(engine)
-        self.prompts = NamedPrompts(engine.loaded.recipe.prompts)
+        self.prompts = NamedPrompts(engine.loaded.recipe.prompts, has_sides=engine.loaded.multi_vector is not None)
         self.in_windows = engine.loaded.pooler_config.enable_chunked_processing
 
     @cached_property
@@ -80,7 +82,23 @@ class ServedModel:
                     "messages hold their own instructions: leave the prompt out", param="prompt"
                 )
             prompts, options = self.render(asked), _without_prompt(options)
-        return self.requests(prompts, task, asked.pooling_params, options)
+        return self.requests(prompts, task, self.params(asked, task), options)
+
+    def params(self, asked: CommonFields, task: PoolingTask) -> PoolingParams:
+        """What a body asks of the results; for token vectors of a multi-vector model also on which side its inputs are.
+
+        Raises:
+            InvalidParameterError: Its fields contradict each other.
+        """
+        params = asked.pooling_params
+        if not self.prompts.has_sides or task is not PoolingTask.TOKEN_EMBED:
+            return params
+        is_query = self.prompts.is_query(input_type=asked.input_type, task=asked.asked_use)
+        if is_query is None:
+            return params
+        if params.is_query is not None and params.is_query != is_query:
+            raise InvalidParameterError(f"is_query={params.is_query} contradicts input_type or task", param="is_query")
+        return replace(params, is_query=is_query)
 
     def requests(
         self, prompts: Sequence[Any], task: PoolingTask, params: PoolingParams, options: PromptOptions

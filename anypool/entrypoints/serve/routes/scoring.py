@@ -66,7 +66,7 @@ def prepare_scores(asked: Any, model: ServedModel, left: list[str], right: list[
         instruction=getattr(asked, "asked_instruction", None),
         roles=roles,
     )
-    prepared = [model.engine.prepare(job.prompts, job.task, params, job.options) for job in plan.jobs]
+    prepared = [model.engine.prepare(job.prompts, job.task, job.params, job.options) for job in plan.jobs]
 
     def scores(results: list[torch.Tensor]) -> np.ndarray:
         rest = iter(results)

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from anypool.entrypoints.serve.schemas.chat import ChatFields
-from anypool.entrypoints.serve.schemas.common import LabelFields, Usage
+from anypool.entrypoints.serve.schemas.common import LabelFields, TokenVectorFields, Usage
 from anypool.entrypoints.serve.schemas.encoding import EncodingFields
 from anypool.pooling.params import PoolingParams
 
@@ -27,13 +27,13 @@ class _StepFields(ChatFields):
         )
 
 
-class PoolingRequest(_StepFields, EncodingFields):
+class PoolingRequest(_StepFields, EncodingFields, TokenVectorFields):
     """What is run, and what it gets: `task` is one of embed, classify, reward, token_embed and token_classify."""
 
-    dimensions: int | None = Field(None, description="For embed: how many leading dimensions to keep.")
+    dimensions: int | None = Field(None, description="Of vectors: how many leading dimensions to keep.")
 
     @property
-    def _asked_use(self) -> str | None:
+    def asked_use(self) -> str | None:
         return None  # here `task` is the pooling task
 
     @property
@@ -45,6 +45,9 @@ class PoolingRequest(_StepFields, EncodingFields):
             use_activation=self.use_activation,
             step_tag_id=self.step_tag_id,
             returned_token_ids=self.returned_token_ids,
+            is_query=self.is_query,
+            pool_factor=self.pool_factor,
+            token_pooling=self.token_pooling,
         )
 
 
