@@ -348,6 +348,7 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         chat_template: str | None = None,
         instruction: str | None = None,
+        fuse: bool | Sequence[float] = False,
         **arguments: Unpack[PromptArguments],
     ) -> list[ScoringRequestOutput]:
         """Scores pairs of texts, one with one, one with several, or several with as many.
@@ -364,13 +365,14 @@ class LLM:
             pooling_params: Such as `activation`, for cross-encoders.
             chat_template: Jinja template of the prompt, or the name of a file, in place of the model's own.
             instruction: For templates that take one.
+            fuse: For BGE-M3: the weights of dense, sparse and token vectors in one score; True for 0.4, 0.2 and 0.4.
             **arguments: As for `embed`.
 
         Raises:
             InvalidRequestError: The numbers of texts do not fit, or the model gives several labels.
         """
         left, right = as_pairs(data_1, data_2)
-        scores = self._scores(left, right, pooling_params, chat_template, instruction, arguments, roles=False)
+        scores = self._scores(left, right, pooling_params, chat_template, instruction, fuse, arguments, roles=False)
         return [
             ScoringRequestOutput(
                 request_id=requests[0].request_id,
@@ -392,6 +394,7 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         chat_template: str | None = None,
         instruction: str | None = None,
+        fuse: bool | Sequence[float] = False,
         **arguments: Unpack[PromptArguments],
     ) -> list[RerankResult]:
         """Documents by relevance to a query, best first. Arguments and errors as for `score`.
@@ -405,12 +408,13 @@ class LLM:
             pooling_params: As for `score`.
             chat_template: As for `score`.
             instruction: As for `score`.
+            fuse: As for `score`.
             **arguments: As for `embed`.
         """
         left, right = as_query_and_documents(query, documents)
         if top_n is not None and (not is_int(top_n) or top_n < 0):
             raise InvalidParameterError(f"top_n={top_n!r} is not a number of documents", param="top_n")
-        scores = self._scores(left, right, pooling_params, chat_template, instruction, arguments, roles=True)
+        scores = self._scores(left, right, pooling_params, chat_template, instruction, fuse, arguments, roles=True)
         ranked = sorted(enumerate(scores), key=lambda entry: -float(entry[1][0]))
         return [
             RerankResult(index=index, document=right[index], relevance_score=float(score))
@@ -424,6 +428,7 @@ class LLM:
         params: PoolingParams | None,
         chat_template: str | None,
         instruction: str | None,
+        fuse: bool | Sequence[float],
         arguments: PromptArguments,
         *,
         roles: bool,
@@ -441,7 +446,10 @@ class LLM:
         arguments = {"truncate_prompt_tokens": None if in_windows else -1, **arguments}
 
         def run(
-            prompts: Sequence[Any], task: PoolingTask, params: PoolingParams | None, options: PromptOptions
+            prompts: Sequence[Any],
+            task: PoolingTask | Sequence[PoolingTask],
+            params: PoolingParams | None,
+            options: PromptOptions,
         ) -> tuple[list[Request], list[torch.Tensor]]:
             return self._submit(prompts, task, params, options, arguments.get("use_tqdm", True))
 
@@ -455,6 +463,7 @@ class LLM:
             template=ChatTemplate(chat_template) if chat_template is not None else None,
             instruction=instruction,
             roles=roles,
+            fuse=fuse,
         )
 
     def _raw(

@@ -61,6 +61,10 @@ class ServedModel:
             return "classifier"
         return "reward" if PoolingTask.REWARD in scores else "embedding"
 
+    @property
+    def gives_sparse_vectors(self) -> bool:
+        return self.engine.loaded.defaults.sparse is not None
+
     @cached_property
     def card(self) -> dict[str, Any]:
         """All that is known about it. No path of this machine is."""
@@ -73,7 +77,9 @@ class ServedModel:
             raise InvalidPromptError(f"{self.name} was loaded without a tokenizer: give token ids")
         return self.engine.tokenizer
 
-    def prepare(self, prompts: Sequence[Any], task: PoolingTask, asked: ChatFields) -> list[Request]:
+    def prepare(
+        self, prompts: Sequence[Any], task: PoolingTask | Sequence[PoolingTask], asked: ChatFields
+    ) -> list[Request]:
         """Requests for what a body asks for: for prompts, or for its conversations where it has some."""
         options = asked.prompt_options(self.prompts, in_windows=self.in_windows)
         if asked.messages is not None:
@@ -84,7 +90,7 @@ class ServedModel:
             prompts, options = self.render(asked), _without_prompt(options)
         return self.requests(prompts, task, self.params(asked, task), options)
 
-    def params(self, asked: CommonFields, task: PoolingTask) -> PoolingParams:
+    def params(self, asked: CommonFields, task: PoolingTask | Sequence[PoolingTask]) -> PoolingParams:
         """What a body asks of the results; for token vectors of a multi-vector model also on which side its inputs are.
 
         Raises:
@@ -101,7 +107,11 @@ class ServedModel:
         return replace(params, is_query=is_query)
 
     def requests(
-        self, prompts: Sequence[Any], task: PoolingTask, params: PoolingParams, options: PromptOptions
+        self,
+        prompts: Sequence[Any],
+        task: PoolingTask | Sequence[PoolingTask],
+        params: PoolingParams,
+        options: PromptOptions,
     ) -> list[Request]:
         """Requests for prompts. Texts that would take seconds only to be cut are refused, as endless ones are.
 

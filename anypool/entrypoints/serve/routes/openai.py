@@ -19,7 +19,9 @@ from anypool.entrypoints.serve.encoding import (
     as_matrix,
     json_answer,
     json_of,
+    objects_answer,
     rows_answer,
+    sparse_of,
     usage_of,
 )
 from anypool.entrypoints.serve.route import Route
@@ -42,9 +44,16 @@ def embeddings(asked: EmbeddingRequest, model: ServedModel) -> Work:
     """Vectors of texts, token ids or conversations."""
     encoding, dtype = asked.form
     form = Form(encoding=encoding, dtype=dtype, endianness=asked.endianness or "little")
-    requests = model.prepare(asked.input or [], PoolingTask.EMBED, asked)
+    is_sparse = PoolingTask.EMBED not in model.engine.supported_tasks and model.gives_sparse_vectors
+    task = PoolingTask.SPARSE_EMBED if is_sparse else PoolingTask.EMBED
+    requests = model.prepare(asked.input or [], task, asked)
 
     def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
+        if is_sparse:
+            vectors = [sparse_of(result) for result in results]
+            return objects_answer(
+                vectors, form, stamp.head("embd"), usage_of(requests), kind="embedding", key="embedding"
+            )
         return rows_answer(
             list(as_matrix(results)), form, stamp.head("embd"), usage_of(requests), kind="embedding", key="embedding"
         )
@@ -53,9 +62,12 @@ def embeddings(asked: EmbeddingRequest, model: ServedModel) -> Work:
 
 
 def pooling(asked: PoolingRequest, model: ServedModel) -> Work:
-    """Any task by its name; with none, the task that the old name `encode` stands for."""
+    """Any task by its name, or several at once; with none, the task that the old name `encode` stands for."""
+    task: PoolingTask | list[PoolingTask]
     if asked.task in (None, "encode"):
         task = encode2pooling_task(model.engine.supported_tasks)
+    elif isinstance(asked.task, list):
+        task = [parse_task(name) for name in asked.task]
     else:
         task = parse_task(asked.task or "")
     form = Form(
@@ -66,10 +78,25 @@ def pooling(asked: PoolingRequest, model: ServedModel) -> Work:
     requests = model.prepare(asked.input or [], task, asked)
 
     def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
+        if isinstance(task, list) or task is PoolingTask.SPARSE_EMBED:
+            values = [_result(one, result) for one, result in zip(requests, results, strict=True)]
+            if isinstance(task, list):
+                values = [_several(one) for one in requests]
+            return objects_answer(values, form, stamp.head("pool"), usage_of(requests), kind="pooling", key="data")
         rows = [as_array(result) for result in results]
         return rows_answer(rows, form, stamp.head("pool"), usage_of(requests), kind="pooling", key="data", shapes=True)
 
     return Work(requests=requests, encode=encode)
+
+
+def _several(request: Request) -> dict[str, Any]:
+    """The results of all tasks of a request, by the task's name."""
+    every = zip((request, *request.also), request.results, strict=True)
+    return {one.plan.task.value: _result(one, result) for one, result in every}
+
+
+def _result(request: Request, result: torch.Tensor) -> Any:
+    return sparse_of(result) if request.plan.task is PoolingTask.SPARSE_EMBED else json_of(as_array(result))
 
 
 def classify(asked: ClassifyRequest, model: ServedModel) -> Work:

@@ -65,6 +65,7 @@ def prepare_scores(asked: Any, model: ServedModel, left: list[str], right: list[
         template=_template(asked, model),
         instruction=getattr(asked, "asked_instruction", None),
         roles=roles,
+        fuse=getattr(asked, "fuse", None) or False,
     )
     prepared = [model.engine.prepare(job.prompts, job.task, job.params, job.options) for job in plan.jobs]
 
