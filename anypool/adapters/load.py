@@ -156,6 +156,8 @@ def load_pooling_model(
     if not own_pooler:
         sparse = find_sparse_head(opened.repository, recipe, config, checkpoint, convert=engine.convert)
     bge_m3 = None if own_pooler or engine.convert == "embed" else find_bge_m3(opened.repository, config, token_id)
+    if bge_m3 is not None and recipe.types is None:
+        recipe = replace(recipe, types=(PoolingType.CLS,), normalize=True)
     claimed = frozenset().union(*(one.tensors for one in (head, sparse) if one is not None))
     if engine.convert == "embed":
         head = None

@@ -97,7 +97,9 @@ def outputs(llm: LLM, texts: Any, tasks: list[str] = TASKS, **options: Any) -> l
 def test_three_kinds_of_vectors_equal_the_formulas(llm: LLM) -> None:
     assert llm.supported_tasks == ("embed", "token_embed", "sparse_embed")
     for output, (dense, lexical, vectors) in zip(outputs(llm, TEXTS), expected(bge_m3()), strict=True):
-        assert output.embed is not None and output.sparse_embed is not None and output.token_embed is not None
+        assert output.embed is not None
+        assert output.sparse_embed is not None
+        assert output.token_embed is not None
         assert_close(output.embed.data, dense)
         assert_close(output.sparse_embed.to_dense(), lexical)
         assert_close(output.token_embed.data, vectors)
@@ -107,7 +109,8 @@ def test_heads_are_found_without_modules() -> None:
     folder = bge_m3(with_modules=False)
     with loaded(folder) as llm:
         for output, (dense, lexical, _) in zip(outputs(llm, TEXTS, TASKS[:2]), expected(folder), strict=True):
-            assert output.embed is not None and output.sparse_embed is not None
+            assert output.embed is not None
+            assert output.sparse_embed is not None
             assert_close(output.embed.data, dense)
             assert_close(output.sparse_embed.to_dense(), lexical)
 
@@ -116,7 +119,9 @@ def test_each_task_alone_gives_the_same(llm: LLM) -> None:
     together = outputs(llm, TEXTS)
     options: dict[str, Any] = {"use_tqdm": False, "truncate_prompt_tokens": -1}
     for both, text in zip(together, TEXTS, strict=True):
-        assert both.embed is not None and both.sparse_embed is not None and both.token_embed is not None
+        assert both.embed is not None
+        assert both.sparse_embed is not None
+        assert both.token_embed is not None
         assert_close(llm.embed(text, **options)[0].outputs.data, both.embed.data, atol=1e-6)
         assert_close(llm.token_embed(text, **options)[0].outputs.data, both.token_embed.data, atol=1e-6)
         assert_close(llm.sparse_embed(text, **options)[0].outputs.to_dense(), both.sparse_embed.to_dense(), atol=1e-6)
@@ -130,14 +135,18 @@ def test_a_text_is_run_once_for_all_tasks(llm: LLM) -> None:
 
 def test_tasks_come_in_any_order_and_number(llm: LLM) -> None:
     [output] = outputs(llm, "cat", ["token_embed", "embed"])
-    assert output.embed is not None and output.token_embed is not None and output.sparse_embed is None
+    assert output.embed is not None
+    assert output.token_embed is not None
+    assert output.sparse_embed is None
     [one] = outputs(llm, "cat", ["sparse_embed"])
-    assert one.sparse_embed is not None and one.embed is None
+    assert one.sparse_embed is not None
+    assert one.embed is None
 
 
 def test_each_task_takes_the_parameters_that_it_knows(llm: LLM) -> None:
     [output] = outputs(llm, "the cat sat on a mat", pooling_params=PoolingParams(dimensions=8, max_active_dims=2))
-    assert output.embed is not None and output.sparse_embed is not None
+    assert output.embed is not None
+    assert output.sparse_embed is not None
     assert len(output.embed.data) == 8
     assert len(output.sparse_embed.indices) == 2
     with pytest.raises(InvalidParameterError, match=r"step_tag_id=3 has no meaning for any of the tasks embed, sparse"):
@@ -160,7 +169,8 @@ def test_any_model_does_several_tasks_at_once_also_in_chunks() -> None:
     with loaded(tiny_llama(), max_num_batched_tokens=16) as llm:
         found = llm.encode(prompts, pooling_task=["embed", "token_embed"], use_tqdm=False)
         for output, prompt in zip(found, prompts, strict=True):
-            assert output.outputs.embed is not None and output.outputs.token_embed is not None
+            assert output.outputs.embed is not None
+            assert output.outputs.token_embed is not None
             assert_close(output.outputs.embed.data, llm.embed(prompt, use_tqdm=False)[0].outputs.data, atol=1e-6)
             tokens = llm.token_embed(prompt, use_tqdm=False)[0].outputs.data
             assert_close(output.outputs.token_embed.data, tokens, atol=1e-6)
@@ -173,7 +183,8 @@ def test_several_tasks_over_windows() -> None:
         prompt = list(range(3, 100))
         [found] = llm.encode([prompt], pooling_task=["token_embed", "embed"], use_tqdm=False)
         assert found.num_windows > 2
-        assert found.outputs.embed is not None and found.outputs.token_embed is not None
+        assert found.outputs.embed is not None
+        assert found.outputs.token_embed is not None
         assert_close(found.outputs.embed.data, llm.embed([prompt], use_tqdm=False)[0].outputs.data, atol=1e-6)
         tokens = llm.token_embed([prompt], use_tqdm=False)[0].outputs.data
         assert_close(found.outputs.token_embed.data, tokens, atol=1e-6)

@@ -94,7 +94,9 @@ def test_several_tasks_are_answered_at_once(m3_llm: LLM) -> None:
     for one, expected in zip(body["data"], m3_llm.encode(TEXTS, pooling_task=TASKS, use_tqdm=False), strict=True):
         output = expected.outputs
         assert list(one["data"]) == TASKS
-        assert output.embed is not None and output.sparse_embed is not None and output.token_embed is not None
+        assert output.embed is not None
+        assert output.sparse_embed is not None
+        assert output.token_embed is not None
         assert one["data"]["embed"] == pytest.approx(output.embed.data.tolist(), abs=1e-6)
         assert of(one["data"]["sparse_embed"]) == pytest.approx(output.sparse_embed.weights, abs=1e-6)
         assert one["data"]["token_embed"][1] == pytest.approx(output.token_embed.data[1].tolist(), abs=1e-6)

@@ -160,20 +160,20 @@ def rows_answer(
     return json_answer({**head, "data": data, "usage": usage})
 
 
-def objects_answer(
-    values: Sequence[Any], form: Form, head: dict[str, Any], usage: dict[str, Any], *, kind: str, key: str
-) -> Response:
-    """A response with an entry per result that is more than an array of numbers: a sparse vector, or several results.
-
-    Raises:
-        InvalidParameterError: Another form than JSON numbers is asked for.
-    """
+def check_plain(form: Form) -> None:
+    """Refuses other forms than JSON numbers, which sparse vectors and results of several tasks do not have."""
     if form != Form():
         raise InvalidParameterError(
-            "sparse vectors, and results of several tasks, are sent as JSON numbers: leave encoding_format, embed_dtype "
+            "sparse vectors and results of several tasks are sent as JSON numbers: leave encoding_format, embed_dtype "
             "and endianness out",
             param="encoding_format",
         )
+
+
+def objects_answer(
+    values: Sequence[Any], head: dict[str, Any], usage: dict[str, Any], *, kind: str, key: str
+) -> Response:
+    """A response with an entry per result that is more than an array of numbers: a sparse vector, or several results."""
     data = [{"object": kind, "index": index, key: value} for index, value in enumerate(values)]
     return json_answer({**head, "data": data, "usage": usage})
 

@@ -17,6 +17,7 @@ from anypool.entrypoints.serve.encoding import (
     Stamp,
     as_array,
     as_matrix,
+    check_plain,
     json_answer,
     json_of,
     objects_answer,
@@ -46,14 +47,14 @@ def embeddings(asked: EmbeddingRequest, model: ServedModel) -> Work:
     form = Form(encoding=encoding, dtype=dtype, endianness=asked.endianness or "little")
     is_sparse = PoolingTask.EMBED not in model.engine.supported_tasks and model.gives_sparse_vectors
     task = PoolingTask.SPARSE_EMBED if is_sparse else PoolingTask.EMBED
+    if is_sparse:
+        check_plain(form)
     requests = model.prepare(asked.input or [], task, asked)
 
     def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
         if is_sparse:
             vectors = [sparse_of(result) for result in results]
-            return objects_answer(
-                vectors, form, stamp.head("embd"), usage_of(requests), kind="embedding", key="embedding"
-            )
+            return objects_answer(vectors, stamp.head("embd"), usage_of(requests), kind="embedding", key="embedding")
         return rows_answer(
             list(as_matrix(results)), form, stamp.head("embd"), usage_of(requests), kind="embedding", key="embedding"
         )
@@ -75,14 +76,14 @@ def pooling(asked: PoolingRequest, model: ServedModel) -> Work:
         dtype=asked.embed_dtype or "float32",
         endianness=asked.endianness or "little",
     )
+    if isinstance(task, list) or task is PoolingTask.SPARSE_EMBED:
+        check_plain(form)
     requests = model.prepare(asked.input or [], task, asked)
 
     def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
         if isinstance(task, list) or task is PoolingTask.SPARSE_EMBED:
-            values = [_result(one, result) for one, result in zip(requests, results, strict=True)]
-            if isinstance(task, list):
-                values = [_several(one) for one in requests]
-            return objects_answer(values, form, stamp.head("pool"), usage_of(requests), kind="pooling", key="data")
+            values = [_several(one) if isinstance(task, list) else sparse_of(one.results[0]) for one in requests]
+            return objects_answer(values, stamp.head("pool"), usage_of(requests), kind="pooling", key="data")
         rows = [as_array(result) for result in results]
         return rows_answer(rows, form, stamp.head("pool"), usage_of(requests), kind="pooling", key="data", shapes=True)
 
