@@ -39,7 +39,7 @@ export function cards({ info, name }) {
     ]),
     group("Limits", [
       ["Batch", `${number(card.max_num_batched_tokens)} tokens, ${number(card.max_num_seqs)} prompts`],
-      ["Queue", `${number(info.max_concurrent_requests)} tokens`],
+      ["Requests at once", number(info.max_concurrent_requests)],
       ["Inputs per request", number(info.max_client_batch_size)],
       ["Chunked prefill", yes(card.enable_chunked_prefill)],
       ["Prefix caching", yes(card.enable_prefix_caching)],
