@@ -38,6 +38,7 @@ class ServerOptions:
     trust_request_chat_template: bool = _option(False, "take chat templates from requests, run in a sandbox")
     metrics: bool = _option(True, "serve /metrics")
     docs: bool = _option(True, "serve /docs and /openapi.json")
+    page: bool = _option(True, "serve a page at / to try the models in a browser")
     access_log: bool = _option(False, "log a line for every request")
     otlp_traces_endpoint: str | None = _option(None, "URL of a collector that takes OpenTelemetry traces over HTTP")
     log_format: str = _option("text", "'text' or 'json', one object per line")

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,11 +32,15 @@ from anypool.entrypoints.serve.auth import Keys
 from anypool.entrypoints.serve.routes.table import ROUTES
 from anypool.entrypoints.serve.served import served_name
 from anypool.entrypoints.server_options import ServerOptions
-from anypool.errors import ConfigError, DeadlineExceededError
+from anypool.errors import ConfigError, DeadlineExceededError, OverloadedError
 from tests.entrypoints.conftest import Client
 from tests.entrypoints.test_server import error
 
-PUBLIC = {"/health", "/health/ready", "/health/live", "/ping"}
+PUBLIC = {
+    *product(("GET", "POST"), ("/health", "/health/ready", "/health/live", "/ping")),
+    ("GET", "/"),
+    ("GET", "/page/page.js"),
+}
 PATHS = [(method, path) for route in ROUTES for method in route.methods for path in route.paths]
 
 
@@ -54,12 +59,14 @@ def held(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
 
 
 @pytest.mark.parametrize(("method", "path"), PATHS)
-def test_every_route_but_health_refuses_a_missing_and_a_wrong_key(engine: Engine, method: str, path: str) -> None:
+def test_every_route_but_health_and_the_page_refuses_a_missing_and_a_wrong_key(
+    engine: Engine, method: str, path: str
+) -> None:
     client = with_options(engine, api_key="right")
-    path = path.replace("{model}", "minilm")
+    path = path.replace("{model}", "minilm").replace("{file}", "page.js")
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic right"}, {"X-API-Key": "wrong"}):
         response = client.request(method, path, headers=headers, content=b"")
-        if path in PUBLIC:
+        if (method, path) in PUBLIC:
             assert response.status_code == 200
         else:
             assert response.status_code == 401
@@ -236,7 +243,7 @@ def test_a_request_that_takes_too_long_is_504_and_its_work_is_dropped(
         tei = client.request("POST", "/embed", json={"inputs": "a"}, headers=headers)
         assert tei.status_code == 504
         assert tei.json()["error_type"] == "Backend"
-    assert client.embed(input="a").status_code == 200
+    assert with_options(engine).embed(input="a").status_code == 200
 
 
 def test_a_client_may_ask_for_less_time_but_not_for_more(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,7 +395,8 @@ def test_requests_tokens_and_failures_are_counted(engine: Engine, monkeypatch: p
     client.post("/embed", inputs=["a", "b"])
     client.embed(input="a", dimensions=0)
     with monkeypatch.context() as patched:
-        patched.setattr(Engine, "_has_room", lambda engine, tokens: False)
+        full = OverloadedError("full", retry_after_s=1)
+        patched.setattr(Engine, "_refusal", lambda engine, tokens, priority: full)
         assert client.embed(input="a").status_code == 429
     after = samples(client)
 

@@ -96,6 +96,8 @@ def _add(app: FastAPI, state: ServerState, route: Route) -> None:
     state.route_by_endpoint[endpoint] = route
     for path in route.paths:  # a name at the end takes slashes too, as names on the hub have one
         app.add_route(path.replace("}", ":path}"), endpoint, methods=list(route.methods))
+        if route.calls and "POST" in route.methods and "{" not in path:
+            state.endpoint_by_path[path] = endpoint
 
 
 def _endpoint(state: ServerState, route: Route) -> Callable[[Request], Awaitable[Response]]:
@@ -120,17 +122,24 @@ async def _on_http_exception(state: ServerState, request: Request, error: HTTPEx
     exchange = Exchange.of(request)
     try:
         state.admit(exchange)
-        failure = _in_our_words(error, exchange, state.route(exchange))
+        failure = _in_our_words(error, exchange, _methods(state, exchange))
     except HTTPError as refusal:
         failure = refusal
     return answer_error(state, exchange, failure)
 
 
-def _in_our_words(error: HTTPException, exchange: Exchange, route: Route | None) -> HTTPError:
+def _methods(state: ServerState, exchange: Exchange) -> list[str]:
+    """What a request's path takes; two routes may share one."""
+    found = state.route(exchange)
+    sharing = [route for route in state.routes if route is found or exchange.path in route.paths]
+    return [] if found is None else [method for route in sharing for method in route.methods]
+
+
+def _in_our_words(error: HTTPException, exchange: Exchange, methods: Sequence[str]) -> HTTPError:
     if error.status_code == 404 or exchange.path.endswith("\n"):
         return HTTPError(404, f"there is no {exchange.path!r:.200} here; GET /docs lists the routes", code="not_found")
-    if error.status_code == 405 and route is not None:
-        allowed = ", ".join(route.methods)
+    if error.status_code == 405 and methods:
+        allowed = ", ".join(methods)
         return HTTPError(
             405,
             f"{exchange.path} takes {allowed}, not {exchange.request.method}",

