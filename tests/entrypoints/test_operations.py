@@ -26,6 +26,7 @@ from fastapi import FastAPI, HTTPException
 from anypool.config import EngineConfig
 from anypool.engine.engine import Engine
 from anypool.engine.request import Request
+from anypool.entrypoints.cli import main
 from anypool.entrypoints.serve.access_log import JsonFormatter
 from anypool.entrypoints.serve.app import create_app
 from anypool.entrypoints.serve.auth import Keys
@@ -105,6 +106,18 @@ def test_a_file_without_keys_does_not_open_the_server(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("# nothing\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="holds no API key"):
         Keys(path=str(tmp_path / "empty"))
+
+
+def test_a_bad_file_of_keys_is_found_before_a_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anypool.entrypoints.cli_serve.Engine", pytest.fail)
+    for content, words in ((b"", "holds no API key"), (b"\xff\xfe\n", "is not text in UTF-8")):
+        (tmp_path / "keys").write_bytes(content)
+        assert main(["serve", str(tmp_path), "--api-key-file", str(tmp_path / "keys")]) == 2
+        error = capsys.readouterr().err
+        assert words in error
+        assert error.count("\n") == 1
 
 
 def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
