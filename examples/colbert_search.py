@@ -1,7 +1,7 @@
 """Searches a few documents with a ColBERT model: token vectors are kept, queries are compared by MaxSim.
 
-So that nothing is downloaded, the model is MiniLM with a random projection to 96 dimensions, which keeps angles about as
-they are; a trained one loads and runs alike. Needs `anypool[dev]`.
+So that nothing is downloaded, the model is MiniLM with a random projection to 96 dimensions, which keeps angles about
+as they are; a trained one loads and runs alike. Needs `anypool[dev]`.
 """
 
 from __future__ import annotations

@@ -153,8 +153,8 @@ def load_pooling_model(
         head = None
     if recipe.multi_vector is not None and engine.convert in ("embed", "reward") and user.pooling_types is None:
         raise ConfigError(
-            f"convert={engine.convert!r}: {config.name} gives a vector per token; for one per text say how it is pooled, "
-            "pooler_config=PoolerConfig(pooling_type='MEAN')"
+            f"convert={engine.convert!r}: {config.name} gives a vector per token; for one per text say how it is "
+            "pooled, pooler_config=PoolerConfig(pooling_type='MEAN')"
         )
     task = PoolingTask.TOKEN_EMBED if recipe.multi_vector is not None else _primary_task(head, engine.convert)
     try:

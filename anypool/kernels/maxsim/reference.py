@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-
 # Products that exist at one time, in elements: 16 MiB of float32.
 _PRODUCTS = 4 * 1024 * 1024
 
