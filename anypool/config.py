@@ -219,7 +219,7 @@ _HARMLESS = ("disable_log_stats", "seed", "swap_space")
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
 
-_CONVERSIONS = ("auto", "none", "embed", "classify", "reward")
+_CONVERSIONS = ("auto", "none", "embed", "classify", "reward", "sparse")
 # The `task=` of older versions of vLLM, and what it means now.
 _OLD_TASKS = {
     "auto": "auto",
@@ -248,7 +248,9 @@ class EngineConfig:
     revision: str | None = _setting(None, "branch, tag or commit of a hub repository")
     trust_remote_code: bool = _setting(False, "run Python code that comes with the checkpoint")
     runner: str = _setting("pooling", "'pooling' or 'auto'; this engine does not generate text")
-    convert: str = _setting("auto", "'auto', 'none', 'embed', 'classify' or 'reward': what a model is turned into")
+    convert: str = _setting(
+        "auto", "'auto', 'none', 'embed', 'classify', 'reward' or 'sparse': what a model is turned into"
+    )
     dtype: str = _setting("auto", "'auto' (the checkpoint's own), 'float32', 'bfloat16' or 'float16'")
     quantization: str | None = _setting(None, "'int8' runs linear layers in eight bits, on the CPU")
     min_quantized_cosine: float = _setting(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from anypool.adapters.bge_m3 import find_bge_m3
 from anypool.adapters.heads import Head, find_head
 from anypool.adapters.late_interaction import build_token_head, read_late_interaction
 from anypool.adapters.lm_head_rows import head_from_config, manifest_head, rows_head
@@ -28,6 +29,7 @@ from anypool.adapters.rerank_templates import (
 )
 from anypool.adapters.sentence_transformers import Recipe, build_head, read_recipe, score_head
 from anypool.adapters.settings import Setting, pooling_defaults, resolve_settings
+from anypool.adapters.sparse import Backing, SparseHead, find_sparse_head
 from anypool.config import EngineConfig, PoolerConfig
 from anypool.errors import CheckpointFormatError, ConfigError
 from anypool.model_executor.layers.packing import pack_linears
@@ -55,6 +57,7 @@ class LoadedModel:
         recipe: What the sentence-transformers files say.
         pooler_config: What the user says.
         head: What gives scores; None where there is none.
+        sparse: What gives sparse vectors; None where there is none.
         rerank_template: How a query and a document become a prompt, for rerankers that read prompts.
         defaults: What a request gets where it asks for nothing.
         settings: Pooling settings by name, each with who decided it.
@@ -69,6 +72,7 @@ class LoadedModel:
     recipe: Recipe
     pooler_config: PoolerConfig
     head: Head | None
+    sparse: SparseHead | None
     rerank_template: RerankTemplate | None
     defaults: PoolingDefaults
     settings: Mapping[str, Setting]
@@ -141,6 +145,11 @@ def load_pooling_model(
             f"PoolerConfig: pooling_type={'+'.join(user.pooling_types)!r} has no effect: "
             f"{model_cls.__name__} has a pooler of its own"
         )
+    if recipe.multi_vector is not None and engine.convert in ("embed", "reward") and user.pooling_types is None:
+        raise ConfigError(
+            f"convert={engine.convert!r}: {config.name} gives a vector per token; for one per text say how it is "
+            "pooled, pooler_config=PoolerConfig(pooling_type='MEAN')"
+        )
     device = pick_device(engine.device)
     dtype = pick_dtype(engine.dtype, config, device, quantized=engine.quantization is not None)
     if engine.quantization is not None:
@@ -148,21 +157,22 @@ def load_pooling_model(
     checkpoint = open_checkpoint(opened.backbone)
     manifest = find_manifest(config, answers=recipe.answer_ids, token_id=token_id)
     head = None if own_pooler else _head(engine, opened, checkpoint, user, manifest, token_id)
-    claimed = head.tensors if head is not None else frozenset()
+    sparse = None
+    if not own_pooler:
+        sparse = find_sparse_head(opened.repository, recipe, config, checkpoint, convert=engine.convert)
+    bge_m3 = None if own_pooler or engine.convert == "embed" else find_bge_m3(opened.repository, config, token_id)
+    if bge_m3 is not None and recipe.types is None:
+        recipe = replace(recipe, types=(PoolingType.CLS,), normalize=True)
+    claimed = frozenset().union(*(one.tensors for one in (head, sparse) if one is not None))
     if engine.convert == "embed":
         head = None
-    if recipe.multi_vector is not None and engine.convert in ("embed", "reward") and user.pooling_types is None:
-        raise ConfigError(
-            f"convert={engine.convert!r}: {config.name} gives a vector per token; for one per text say how it is "
-            "pooled, pooler_config=PoolerConfig(pooling_type='MEAN')"
-        )
-    task = PoolingTask.TOKEN_EMBED if recipe.multi_vector is not None else _primary_task(head, engine.convert)
+    task = PoolingTask.TOKEN_EMBED if recipe.multi_vector is not None else _primary_task(head, sparse, engine.convert)
     try:
         pooling_cls: Any = as_pooling_model(model_cls, task)
     except TypeError as error:
         raise ConfigError(f"{config.architecture} cannot be loaded: {error}") from error
     model: Any = construct(lambda: pooling_cls(config) if own_pooler else pooling_cls(config, head))
-    settings = resolve_settings(pooling_cls, config, recipe, user, head)
+    settings = resolve_settings(pooling_cls, config, recipe, user, head, is_sparse=sparse is not None)
     types = settings["pooling_type"].value
     dense, size = build_head(opened.repository, recipe.modules, config.hidden_size * len(types))
     multi_vector = None
@@ -190,6 +200,14 @@ def load_pooling_model(
             head.module.to(device)
             for task, pooler in score_poolers(head, types=settings["score_pooling_type"].value).items():
                 model.pooler.install(task, pooler)
+    if sparse is not None:
+        backing = Backing(model=model, types=types, dense=dense, size=size, device=device, dtype=dtype)
+        model.pooler.install(PoolingTask.SPARSE_EMBED, sparse.build(backing))
+        if sparse.is_alone and user.pooling_types is None:
+            model.pooler.remove(PoolingTask.EMBED)
+    if bge_m3 is not None:
+        for task, pooler in bge_m3.poolers.items():
+            model.pooler.install(task, pooler.to(device))
     model.eval()
     quantization = None
     if engine.quantization is not None:
@@ -201,7 +219,8 @@ def load_pooling_model(
             encode=encode,
             minimum=engine.min_quantized_cosine,
         )
-    defaults = pooling_defaults(model, config, settings, size, user, head)
+    by_sparse = next((one.sparse for one in (bge_m3, sparse) if one is not None), None)
+    defaults = pooling_defaults(model, config, settings, size, user, head, by_sparse)
     if multi_vector is not None:
         defaults = replace(defaults, token_vectors=token_vector_defaults(multi_vector, defaults))
     if engine.chat_template is not None:
@@ -213,6 +232,7 @@ def load_pooling_model(
         recipe=recipe,
         pooler_config=user,
         head=head,
+        sparse=sparse,
         rerank_template=_rerank_template(engine, opened, head, manifest),
         defaults=defaults,
         settings=settings,
@@ -293,8 +313,10 @@ def _refuse_unread_template(model: nn.Module, config: ModelConfig, defaults: Poo
         )
 
 
-def _primary_task(head: Head | None, convert: str) -> PoolingTask:
+def _primary_task(head: Head | None, sparse: SparseHead | None, convert: str) -> PoolingTask:
     """The task that the model's class is named after."""
+    if sparse is not None and sparse.is_alone:
+        return PoolingTask.SPARSE_EMBED
     if head is None:
         return PoolingTask.REWARD if convert == "reward" else PoolingTask.EMBED
     if head.is_reward or convert == "reward":

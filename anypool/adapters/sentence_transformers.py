@@ -16,6 +16,7 @@ from torch import nn
 from anypool.adapters.heads import Head, HeadRecipe
 from anypool.adapters.lm_head_rows import rows_head
 from anypool.adapters.multi_vector import MultiVectorRecipe
+from anypool.adapters.sparse_recipe import SparseRecipe, read_auto_encoder, read_max_active_dims, read_splade
 from anypool.config import is_int
 from anypool.errors import CheckpointFormatError, UnsupportedArchitectureError
 from anypool.model_executor.model_config import ModelConfig
@@ -59,12 +60,19 @@ _DENSE_KEYS = {
     "module_output_name",
     "use_residual",
 }
-_EMBEDDER, _CROSS_ENCODER = "SentenceTransformer", "CrossEncoder"
+_EMBEDDER, _CROSS_ENCODER, _SPARSE_ENCODER = "SentenceTransformer", "CrossEncoder", "SparseEncoder"
 # What the Transformer of each task gives: the name of its output, and the model's output that it is.
 _TASKS = {
     "feature-extraction": ("token_embeddings", "last_hidden_state"),
     "sequence-classification": ("scores", "logits"),
     "text-generation": ("causal_logits", "logits"),
+    "fill-mask": ("token_embeddings", "logits"),
+}
+# Which of them each kind of model has.
+_KINDS = {
+    _EMBEDDER: ("feature-extraction",),
+    _CROSS_ENCODER: ("feature-extraction", "sequence-classification", "text-generation"),
+    _SPARSE_ENCODER: ("feature-extraction", "fill-mask"),
 }
 _LOGIT_SCORE_KEYS = {"true_token_id", "false_token_id", "module_input_name"}
 # Options of a chat template that are about its tokens, not variables that it sees.
@@ -95,6 +103,8 @@ class Recipe:
         score_modules: (type, path, config) of what turns a CrossEncoder's pooled row into scores.
         message_format: "flat" or "structured" where a CrossEncoder's pairs go through its chat template.
         template_variables: What that template sees beside the pair.
+        sparse: What makes sparse vectors of a SparseEncoder.
+        max_active_dims: How many of their weights are kept; None for all, or for what `sparse` says.
         multi_vector: How token vectors are made, where the checkpoint is about these.
     """
 
@@ -115,6 +125,8 @@ class Recipe:
     score_modules: tuple[tuple[str, str, Mapping[str, Any]], ...] = ()
     message_format: str | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+    sparse: SparseRecipe | None = None
+    max_active_dims: int | None = None
     multi_vector: MultiVectorRecipe | None = None
 
 
@@ -126,10 +138,10 @@ def read_recipe(repository: Repository) -> Recipe:
     """
     model = repository.read_object("config_sentence_transformers.json") or {}
     kind = model.get("model_type") or _EMBEDDER
-    if kind not in (_EMBEDDER, _CROSS_ENCODER):
+    if kind not in _KINDS:
         raise UnsupportedArchitectureError(
             f"{repository.name}: config_sentence_transformers.json has model_type {kind!r}; "
-            f"supported: {_EMBEDDER!r}, {_CROSS_ENCODER!r}"
+            f"supported: {', '.join(map(repr, _KINDS))}"
         )
     if model.get("similarity_fn_name") not in (None, *SIMILARITIES):
         raise CheckpointFormatError(
@@ -143,6 +155,7 @@ def read_recipe(repository: Repository) -> Recipe:
         "truncate_dim": model.get("truncate_dim"),
         "similarity_fn_name": model.get("similarity_fn_name"),
         "is_cross_encoder": kind == _CROSS_ENCODER,
+        "max_active_dims": read_max_active_dims(repository, model),
         "score_activation": model.get("activation_fn") if kind == _CROSS_ENCODER else None,
     }
     listed = repository.read_json("modules.json")
@@ -151,12 +164,18 @@ def read_recipe(repository: Repository) -> Recipe:
     modules = read_modules(repository, listed)
     if kind == _CROSS_ENCODER:
         return _cross_encoder(repository, modules, common)
+    if modules[1:2] and modules[1][0] == "SpladePooling":
+        return _splade(repository, modules, common)
     if len(modules) < 2 or [kind for kind, _ in modules[:2]] != ["Transformer", "Pooling"]:
         names = ", ".join(kind for kind, _ in modules)
         raise CheckpointFormatError(
             f"{repository.name}: modules.json lists {names}; a Transformer followed by a Pooling is supported"
         )
     types, include_prompt = _pooling(repository, modules[1][1])
+    sparse = None
+    if modules[-1][0] == "SparseAutoEncoder":
+        sparse = read_auto_encoder(repository, modules[-1][1])
+        modules = modules[:-1]
     tail = _tail(repository, modules[2:])
     normalize = bool(tail) and tail[-1][0] == "Normalize"
     return Recipe(
@@ -165,9 +184,25 @@ def read_recipe(repository: Repository) -> Recipe:
         include_prompt=include_prompt,
         modules=tuple(tail[:-1] if normalize else tail),
         normalize=normalize,
+        sparse=sparse,
         **common,
         **transformer_settings(repository, modules[0][1], kind),
     )
+
+
+def _splade(repository: Repository, modules: list[tuple[str, str]], common: Mapping[str, Any]) -> Recipe:
+    """A masked language model and what makes a weight per word of its logits."""
+    kinds = [kind for kind, _ in modules]
+    settings = transformer_settings(repository, modules[0][1], _SPARSE_ENCODER)
+    task = transformer_config(repository, modules[0][1])[1].get("transformer_task")
+    # Before version 5.4 the model of a masked language model had a class of its own.
+    is_masked = kinds[0] == "MLMTransformer" or (kinds[0] == "Transformer" and task == "fill-mask")
+    if not is_masked or len(modules) > 2:
+        raise CheckpointFormatError(
+            f"{repository.name}: modules.json lists {', '.join(kinds)} for the task {task!r}; SpladePooling is "
+            "supported alone after a Transformer for 'fill-mask', or a MLMTransformer"
+        )
+    return Recipe(backbone=modules[0][1], sparse=read_splade(repository, modules[1][1]), **common, **settings)
 
 
 def _cross_encoder(repository: Repository, modules: list[tuple[str, str]], common: Mapping[str, Any]) -> Recipe:
@@ -261,7 +296,7 @@ def transformer_settings(repository: Repository, path: str, kind: str) -> dict[s
     name, config = transformer_config(repository, path)
     modalities = config.get("modality_config") or {}
     task = config.get("transformer_task") or "feature-extraction"
-    known = tuple(_TASKS) if kind == _CROSS_ENCODER else ("feature-extraction",)
+    known = _KINDS.get(kind, _KINDS[_EMBEDDER])
     output, text_output = _TASKS.get(task, (None, None))
     processing = config.get("processing_kwargs") or {}
     template = processing.get("chat_template") if kind == _CROSS_ENCODER else None

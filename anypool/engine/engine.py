@@ -123,7 +123,7 @@ class Engine:
     def prepare(
         self,
         prompts: Sequence[Prompt | TextPair | TemplatedPrompt],
-        task: PoolingTask,
+        task: PoolingTask | Sequence[PoolingTask],
         params: PoolingParams | Sequence[PoolingParams] | None = None,
         options: PromptOptions | None = None,
     ) -> list[Request]:
@@ -131,7 +131,8 @@ class Engine:
 
         Args:
             prompts: Texts, token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}`; for scores also pairs.
-            task: What each gets.
+            task: What each gets. Of several tasks the results are those of `Request.also`, in their order: each prompt
+                is run once.
             params: For all of them, or one per prompt.
             options: How prompts become token ids.
 
@@ -293,13 +294,17 @@ class Engine:
         pieces: list[Piece] = []
         try:
             pieces = self._pieces(requests)
-            output = self._runner.run(self._batch(pieces), [request.plan for request in requests])
+            output = self._runner.run(
+                self._batch(pieces),
+                [request.plan for request in requests],
+                [[one.plan for one in request.also] for request in requests],
+            )
         except Exception as error:  # anything a model may raise; it goes to the request that caused it
             failure = error
         else:
             self._ran(pieces, output)
-            for piece, result, is_finite in zip(pieces, output.results, output.are_finite, strict=True):
-                self._finish(piece, result, is_finite=is_finite)
+            for index, piece in enumerate(pieces):
+                self._finish(piece, output, index)
             return
         for piece in pieces:
             self._give_back(piece, keep=False)
@@ -317,7 +322,8 @@ class Engine:
             piece = long.next_piece(tokens)
             batch = self._batch([piece])
             if long.pooling is None:
-                long.pooling = self._runner.begin_chunks(batch, request.plan)
+                plans = [one.plan for one in (request, *request.also)]
+                long.pooling = self._runner.begin_chunks(batch, plans)
             output = self._runner.run_chunk(batch, long.pooling, is_last=piece.is_last)
         except Exception as error:  # as in `_run`
             failure = error
@@ -326,7 +332,7 @@ class Engine:
             long.done = piece.stop
             if piece.is_last:
                 self._long = None
-                self._finish(long.whole, output.results[0], is_finite=output.are_finite[0])
+                self._finish(long.whole, output, 0)
             else:
                 with self._changed:
                     self._scheduler.put_back(request, len(piece))
@@ -350,9 +356,12 @@ class Engine:
             speed = tokens / max(output.forward_s + output.pool_s, 1e-6)
             self._tokens_per_s = 0.9 * self._tokens_per_s + 0.1 * speed if self._tokens_per_s else speed
 
-    def _finish(self, piece: Piece, result: torch.Tensor, *, is_finite: bool) -> None:
-        """Resolves a request. What it left in the cache may be read from now on, unless it was not finite."""
-        request = piece.request
+    def _finish(self, piece: Piece, output: RunnerOutput, index: int) -> None:
+        """Resolves the request of the piece at `index` of a batch.
+
+        What it left in the cache may be read from now on, unless it was not finite.
+        """
+        request, is_finite = piece.request, output.are_finite[index]
         request.num_cached_tokens = piece.start
         if self._cache is not None and self._cache.shares_prefixes:
             self.metrics.looked_up_tokens += len(request)
@@ -360,7 +369,7 @@ class Engine:
         self._give_back(piece, keep=is_finite)
         if is_finite:
             self.metrics.ended(request, "ok")
-            request.resolve(result)
+            request.resolve(output.results[index], output.others[index])
         else:
             self.metrics.ended(request, "nan")
             request.fail(non_finite_error(request))

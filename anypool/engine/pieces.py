@@ -53,14 +53,14 @@ class LongPrompt:
         request: Whose prompt.
         whole: What is left of it after its cached prefix, with the blocks of all of it.
         done: Tokens that are computed, or were cached.
-        pooling: What the chunks so far were folded into; None before the first.
+        pooling: What the chunks so far were folded into, for each task; None before the first.
     """
 
     def __init__(self, whole: Piece, *, stored_in_the_end: int) -> None:
         self.request = whole.request
         self.whole = whole
         self.done = whole.start
-        self.pooling: ChunkedPooling | None = None
+        self.pooling: list[ChunkedPooling] | None = None
         self._stored_in_the_end = stored_in_the_end
 
     def next_piece(self, max_tokens: int) -> Piece:

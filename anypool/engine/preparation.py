@@ -24,9 +24,12 @@ from anypool.errors import (
 )
 from anypool.pooling.methods import PoolingType
 from anypool.pooling.params import PoolingParams
-from anypool.pooling.plan import PoolingPlan, make_plan
+from anypool.pooling.plan import PoolingPlan, make_plans
 from anypool.pooling.pooler import EmbedPooler
 from anypool.pooling.tasks import PoolingTask
+
+# What cannot be made of a text's windows.
+_WHOLE = {PoolingTask.REWARD: "reward", PoolingTask.SPARSE_EMBED: "sparse vector of this model"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +73,16 @@ class Preparation:
     def prepare(
         self,
         prompts: Sequence[Prompt | TextPair | TemplatedPrompt | SpannedPrompt],
-        task: PoolingTask,
+        task: PoolingTask | Sequence[PoolingTask],
         params: PoolingParams | Sequence[PoolingParams] | None,
         options: PromptOptions,
     ) -> list[Request]:
         """Turns prompts into requests; see `Engine.prepare`."""
         if isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__len__"):
             raise InvalidPromptError(f"prompts={prompts!r:.80} is not a list of prompts")
-        plans = self._plans(len(prompts), task, params)
-        if task is PoolingTask.TOKEN_EMBED and self.loaded.multi_vector is not None:
+        tasks = (task,) if isinstance(task, PoolingTask) else tuple(task)
+        plans = self._plans(len(prompts), tasks, params)
+        if PoolingTask.TOKEN_EMBED in tasks and self.loaded.multi_vector is not None:
             return self._token_vectors(prompts, plans, options, self.loaded.multi_vector)
         limit = self._fitting.limit(options.truncate_prompt_tokens)
         side = self._side(options)
@@ -92,7 +96,7 @@ class Preparation:
         texts = iter(self._encode(whole, special_tokens=options.special_tokens))
         pieces = self._pieces(checked, prefix)
         requests = []
-        for index, (prompt, plan) in enumerate(zip(checked, plans, strict=True)):
+        for index, (prompt, (plan, *others)) in enumerate(zip(checked, plans, strict=True)):
             if isinstance(prompt, TextPair):
                 first, second = pieces[prefix + prompt.first], pieces[prompt.second]
                 tokens = self._fitting.pair(first, second, index, limit, side=side, skip=skip)
@@ -102,28 +106,41 @@ class Preparation:
                 before, skipped = (prefix, skip) if isinstance(prompt, str) else ("", 0)
                 ids = next(texts) if isinstance(prompt, str) else prompt
                 tokens = self._fitting.single(ids, index, limit, side=side, prefix=before, skip=skipped)
-            self._check_ids(tokens, index, plan)
+            for one in (plan, *others):
+                self._check_ids(tokens, index, one)
             spanned = spans[index]
             if spanned is not None:
                 plan = replace(plan, spans=self._spans(spanned, index, tokens, prefix, side))
-            requests.append(self._request(tokens, plan, index, best=isinstance(prompt, (TextPair, TemplatedPrompt))))
+            best = isinstance(prompt, (TextPair, TemplatedPrompt))
+            also = tuple(self._request(tokens, one, index, best=best) for one in others)
+            requests.append(self._request(tokens, plan, index, best=best, also=also))
         return requests
 
     def _token_vectors(
-        self, prompts: Sequence[Any], plans: Sequence[PoolingPlan], options: PromptOptions, multi_vector: MultiVector
+        self,
+        prompts: Sequence[Any],
+        plans: Sequence[tuple[PoolingPlan, ...]],
+        options: PromptOptions,
+        multi_vector: MultiVector,
     ) -> list[Request]:
         """Requests for the token vectors of queries and documents, which are read each in their way."""
+        if any(len(several) > 1 for several in plans):
+            raise UnsupportedTaskError(
+                f"{self.loaded.config.name} reads texts for token_embed otherwise than for its other tasks: ask for "
+                "it alone",
+                param="task",
+            )
         checked = [check_prompt(prompt, index) for index, prompt in enumerate(prompts)]
         _refuse_prompt_before_ids(options, checked)
         asked, end = options.truncate_prompt_tokens, self._side(options)
         if asked is None:
             self._fitting.refuse_endless(checked)
-        sides = [multi_vector.side(is_query=plan.is_query) for plan in plans]
+        sides = [multi_vector.side(is_query=plan.is_query) for (plan,) in plans]
         prefixes = {which: self._prompt_prefix(_with_own_prompt(options, which))[0] for which in dict.fromkeys(sides)}
         texts = [prefixes[which] + one for which, one in zip(sides, checked, strict=True) if isinstance(one, str)]
         encoded = iter(self._encode(texts, special_tokens=options.special_tokens))
         requests = []
-        for index, (prompt, which, plan) in enumerate(zip(checked, sides, plans, strict=True)):
+        for index, (prompt, which, (plan,)) in enumerate(zip(checked, sides, plans, strict=True)):
             if isinstance(prompt, (TextPair, TemplatedPrompt)):
                 raise InvalidPromptError(
                     f"input {index} is a pair of texts, and {self.loaded.config.name} reads each text by itself"
@@ -139,8 +156,13 @@ class Preparation:
             requests.append(self._request(tokens, plan, index, best=False))
         return requests
 
-    def _request(self, tokens: Fitted, plan: PoolingPlan, index: int, *, best: bool) -> Request:
-        """A request for a prompt, or one whose parts are its windows; for scores the `best` of these counts."""
+    def _request(
+        self, tokens: Fitted, plan: PoolingPlan, index: int, *, best: bool, also: tuple[Request, ...] = ()
+    ) -> Request:
+        """A request for a prompt, or one whose parts are its windows; for scores the `best` of these counts.
+
+        Others that it answers `also` are of the same prompt, so that their parts are the same windows.
+        """
         name = str(next(self._ids))
         if not tokens.windows:
             return Request(
@@ -151,12 +173,14 @@ class Preparation:
                 skip=tokens.skip,
                 num_keys=tokens.num_keys,
                 num_truncated_tokens=tokens.truncated,
+                also=also,
             )
         combine = combination(plan, tokens.windows, tokens.ids, best=best, defaults=self.loaded.defaults)
         if combine is None:
             raise PromptTooLongError(
-                f"input {index} has {len(tokens.ids):,} tokens, the limit is {self._fitting.max_model_len:,}: a reward "
-                "is about a whole text, so it is not run in windows; pass truncate_prompt_tokens=-1, or shorten it"
+                f"input {index} has {len(tokens.ids):,} tokens, the limit is {self._fitting.max_model_len:,}: a "
+                f"{_WHOLE[plan.task]} is about a whole text, so it is not run in windows; pass "
+                "truncate_prompt_tokens=-1, or shorten it"
             )
         parts = tuple(
             Request(
@@ -165,6 +189,7 @@ class Preparation:
                 plan=part_plan,
                 token_type_ids=window.token_type_ids,
                 skip=tokens.skip,
+                also=tuple(one.parts[number] for one in also),
             )
             for number, (window, part_plan) in enumerate(combine.parts)
         )
@@ -175,6 +200,7 @@ class Preparation:
             num_truncated_tokens=tokens.truncated,
             parts=parts,
             combine=combine,
+            also=also,
         )
 
     def _spans(
@@ -217,10 +243,11 @@ class Preparation:
         return self._prompt_prefix(options)[0]
 
     def _plans(
-        self, count: int, task: PoolingTask, params: PoolingParams | Sequence[PoolingParams] | None
-    ) -> list[PoolingPlan]:
+        self, count: int, tasks: Sequence[PoolingTask], params: PoolingParams | Sequence[PoolingParams] | None
+    ) -> list[tuple[PoolingPlan, ...]]:
+        """For each prompt a plan per task."""
         if params is None or isinstance(params, PoolingParams):
-            return [make_plan(task, params or PoolingParams(), self.loaded.defaults)] * count
+            return [make_plans(tasks, params or PoolingParams(), self.loaded.defaults)] * count
         if not isinstance(params, (list, tuple)):
             raise InvalidParameterError(f"pooling_params={params!r} is not a PoolingParams, nor a list of them")
         if len(params) != count:
@@ -228,7 +255,7 @@ class Preparation:
         for one in params:
             if not isinstance(one, PoolingParams):
                 raise InvalidParameterError(f"pooling_params has {one!r}, which is not a PoolingParams")
-        return [make_plan(task, one, self.loaded.defaults) for one in params]
+        return [make_plans(tasks, one, self.loaded.defaults) for one in params]
 
     def _side(self, options: PromptOptions) -> str:
         side = options.truncation_side

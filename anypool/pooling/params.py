@@ -17,6 +17,7 @@ class PoolingParams:
     Args:
         dimensions: How many leading dimensions of the embedding to keep, before it is scaled.
         normalize: Whether the embedding is scaled to unit length.
+        max_active_dims: How many weights of a sparse vector to keep, the largest; ties go to the lower index.
         use_activation: False for raw scores, and for embeddings that are not scaled.
         activation: What turns scores into probabilities: one of `anypool.config.ACTIVATIONS`.
         step_tag_id: Keep the tokens with this id, of a token-level result.
@@ -41,10 +42,13 @@ class PoolingParams:
     pool_factor: float | None = None
     token_pooling: str | None = None
     softmax: bool | None = None
+    max_active_dims: int | None = None
 
     def __post_init__(self) -> None:
-        if self.dimensions is not None and (not is_int(self.dimensions) or self.dimensions < 1):
-            raise InvalidParameterError(f"dimensions={self.dimensions!r} is not a positive integer", param="dimensions")
+        for name in ("dimensions", "max_active_dims"):
+            value = getattr(self, name)
+            if value is not None and (not is_int(value) or value < 1):
+                raise InvalidParameterError(f"{name}={value!r} is not a positive integer", param=name)
         for name in ("normalize", "use_activation", "is_query", "softmax"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):

@@ -67,6 +67,21 @@ class ScoreDefaults:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SparseDefaults:
+    """How a model makes sparse vectors where a request says nothing.
+
+    Attributes:
+        size: Length of the vectors: the vocabulary's, or the number of latent dimensions.
+        max_active_dims: How many weights are kept; None keeps all.
+        joins_windows: Whether the largest weights of a text's windows are the text's.
+    """
+
+    size: int
+    max_active_dims: int | None = None
+    joins_windows: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class TokenVectorDefaults:
     """What a request for the token vectors of a multi-vector model gets where it asks for nothing.
 
@@ -96,6 +111,7 @@ class PoolingDefaults:
         dimensions: How many dimensions are kept; None keeps all.
         scores: Of each task that gives scores.
         logit_mean, logit_sigma: Calibration of scores before the activation.
+        sparse: Of sparse vectors, where the model gives them.
         token_vectors: Of a multi-vector model.
     """
 
@@ -106,6 +122,7 @@ class PoolingDefaults:
     scores: Mapping[PoolingTask, ScoreDefaults] = field(default_factory=dict)
     logit_mean: float = 0.0
     logit_sigma: float = 1.0
+    sparse: SparseDefaults | None = None
     token_vectors: TokenVectorDefaults | None = None
 
 
@@ -128,10 +145,12 @@ class PoolingPlan:
     spans: tuple[tuple[int, int], ...] = ()
     is_query: bool = False
     token_pooling: TokenPooling | None = None
+    max_active_dims: int | None = None
 
 
 _EMBED_FIELDS = ("dimensions", "normalize", "use_activation")
 _TOKEN_VECTOR_FIELDS = (*_EMBED_FIELDS, "is_query", "pool_factor", "token_pooling")
+_SPARSE_FIELDS = ("max_active_dims",)
 _SCORE_FIELDS = ("activation", "use_activation")
 _TOKEN_SCORE_FIELDS = (*_SCORE_FIELDS, "step_tag_id", "returned_token_ids")
 
@@ -140,6 +159,10 @@ def make_plan(task: PoolingTask, params: PoolingParams, defaults: PoolingDefault
     """Resolves `params`; raises an `InvalidRequestError` naming the field that cannot be served."""
     if task not in defaults.tasks:
         raise UnsupportedTaskError(_not_served(task, defaults), param="task")
+    if task is PoolingTask.SPARSE_EMBED:
+        _only(params, _SPARSE_FIELDS, task)
+        assert defaults.sparse is not None
+        return PoolingPlan(task=task, max_active_dims=params.max_active_dims or defaults.sparse.max_active_dims)
     scores = defaults.scores.get(task)
     if task is PoolingTask.TOKEN_EMBED and defaults.token_vectors is not None:
         _only(params, _TOKEN_VECTOR_FIELDS, task)
@@ -163,6 +186,46 @@ def make_plan(task: PoolingTask, params: PoolingParams, defaults: PoolingDefault
         returned_columns=columns,
         reported_column=scores.reported_column if columns is None and activation != "none" else None,
     )
+
+
+def make_plans(
+    tasks: Sequence[PoolingTask], params: PoolingParams, defaults: PoolingDefaults
+) -> tuple[PoolingPlan, ...]:
+    """A plan per task. Of several, each takes the fields of `params` that it knows, and each field needs one that does.
+
+    Raises:
+        InvalidRequestError: A field cannot be served, or a task stands twice.
+    """
+    if len(tasks) == 1:
+        return (make_plan(tasks[0], params, defaults),)
+    if not tasks or len(set(tasks)) < len(tasks):
+        raise InvalidParameterError(
+            f"the tasks are {[*map(str, tasks)]}: give each once, and at least one", param="task"
+        )
+    for task in tasks:
+        if task not in defaults.tasks:
+            raise UnsupportedTaskError(_not_served(task, defaults), param="task")
+    taken = {task: _fields_of(task, defaults) for task in tasks}
+    given = {one.name: getattr(params, one.name) for one in fields(params) if getattr(params, one.name) is not None}
+    for name, value in given.items():
+        if not any(name in known for known in taken.values()):
+            raise InvalidParameterError(
+                f"{name}={value!r} has no meaning for any of the tasks {', '.join(tasks)}", param=name
+            )
+    return tuple(
+        make_plan(task, PoolingParams(**{name: value for name, value in given.items() if name in known}), defaults)
+        for task, known in taken.items()
+    )
+
+
+def _fields_of(task: PoolingTask, defaults: PoolingDefaults) -> tuple[str, ...]:
+    """The fields of `PoolingParams` that a task takes."""
+    if task is PoolingTask.SPARSE_EMBED:
+        return _SPARSE_FIELDS
+    scores = defaults.scores.get(task)
+    if scores is None:
+        return _EMBED_FIELDS if task is PoolingTask.EMBED else _EMBED_FIELDS[1:]
+    return _TOKEN_SCORE_FIELDS if scores.token_level else _SCORE_FIELDS
 
 
 def _embed_plan(task: PoolingTask, params: PoolingParams, defaults: PoolingDefaults) -> PoolingPlan:
@@ -255,5 +318,10 @@ def _not_served(task: PoolingTask, defaults: PoolingDefaults) -> str:
             f"{message}. It needs a head: load a checkpoint saved as ...ForSequenceClassification or "
             "...ForTokenClassification, or make one from rows of a causal LM's head with "
             "hf_overrides={'classifier_from_token': [...], 'method': 'no_post_processing'}"
+        )
+    if task is PoolingTask.SPARSE_EMBED:
+        return (
+            f"{message}. It needs a sentence-transformers SparseEncoder, BGE-M3's files, or a ...ForMaskedLM loaded "
+            "with convert='sparse'"
         )
     return message

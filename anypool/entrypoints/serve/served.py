@@ -72,6 +72,10 @@ class ServedModel:
         return "reward" if PoolingTask.REWARD in scores else "embedding"
 
     @property
+    def gives_sparse_vectors(self) -> bool:
+        return self.engine.loaded.defaults.sparse is not None
+
+    @property
     def _scores_pairs(self) -> bool:
         """Whether its one score is about a pair: of causal models, only those whose files say so, or have a template.
 
@@ -93,7 +97,9 @@ class ServedModel:
             raise InvalidPromptError(f"{self.name} was loaded without a tokenizer: give token ids")
         return self.engine.tokenizer
 
-    def prepare(self, prompts: Sequence[Any], task: PoolingTask, asked: ChatFields) -> list[Request]:
+    def prepare(
+        self, prompts: Sequence[Any], task: PoolingTask | Sequence[PoolingTask], asked: ChatFields
+    ) -> list[Request]:
         """Requests for what a body asks for: for prompts, or for its conversations where it has some."""
         options = asked.prompt_options(self.prompts, in_windows=self.in_windows)
         if asked.messages is not None:
@@ -104,7 +110,7 @@ class ServedModel:
             prompts, options = self.render(asked), _without_prompt(options)
         return self.requests(prompts, task, self.params(asked, task), options)
 
-    def params(self, asked: CommonFields, task: PoolingTask) -> PoolingParams:
+    def params(self, asked: CommonFields, task: PoolingTask | Sequence[PoolingTask]) -> PoolingParams:
         """What a body asks of the results; for token vectors of a multi-vector model also on which side its inputs are.
 
         Raises:
@@ -121,7 +127,11 @@ class ServedModel:
         return replace(params, is_query=is_query)
 
     def requests(
-        self, prompts: Sequence[Any], task: PoolingTask, params: PoolingParams, options: PromptOptions
+        self,
+        prompts: Sequence[Any],
+        task: PoolingTask | Sequence[PoolingTask],
+        params: PoolingParams,
+        options: PromptOptions,
     ) -> list[Request]:
         """Requests for prompts. Texts that would take seconds only to be cut are refused, as endless ones are.
 

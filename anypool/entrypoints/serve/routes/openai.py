@@ -19,9 +19,12 @@ from anypool.entrypoints.serve.encoding import (
     Stamp,
     as_array,
     as_matrix,
+    check_plain,
     json_answer,
     json_of,
+    objects_answer,
     rows_answer,
+    sparse_of,
     usage_of,
 )
 from anypool.entrypoints.serve.route import Route
@@ -45,14 +48,21 @@ def embeddings(asked: EmbeddingRequest, model: ServedModel) -> Work:
     """Vectors of texts, token ids or conversations."""
     encoding, dtype = asked.form
     form = Form(encoding=encoding, dtype=dtype, endianness=asked.endianness or "little")
+    is_sparse = PoolingTask.EMBED not in model.engine.supported_tasks and model.gives_sparse_vectors
+    if is_sparse:
+        check_plain(form)
     if asked.late_chunking:
         requests = _late_chunks(asked, model)
     else:
-        requests = model.prepare(asked.input or [], PoolingTask.EMBED, asked)
+        task = PoolingTask.SPARSE_EMBED if is_sparse else PoolingTask.EMBED
+        requests = model.prepare(asked.input or [], task, asked)
 
     def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
+        head, usage = stamp.head("embd"), usage_of(requests)
+        if is_sparse:
+            return objects_answer(list(map(sparse_of, results)), head, usage, kind="embedding", key="embedding")
         rows = as_array(results[0]) if asked.late_chunking else as_matrix(results)
-        return rows_answer(list(rows), form, stamp.head("embd"), usage_of(requests), kind="embedding", key="embedding")
+        return rows_answer(list(rows), form, head, usage, kind="embedding", key="embedding")
 
     return Work(requests=requests, encode=encode)
 
@@ -72,9 +82,12 @@ def _late_chunks(asked: EmbeddingRequest, model: ServedModel) -> list[Request]:
 
 
 def pooling(asked: PoolingRequest, model: ServedModel) -> Work:
-    """Any task by its name; with none, the task that the old name `encode` stands for."""
+    """Any task by its name, or several at once; with none, the task that the old name `encode` stands for."""
+    task: PoolingTask | list[PoolingTask]
     if asked.task in (None, "encode"):
         task = encode2pooling_task(model.engine.supported_tasks)
+    elif isinstance(asked.task, list):
+        task = [parse_task(name) for name in asked.task]
     else:
         task = parse_task(asked.task or "")
     form = Form(
@@ -82,21 +95,30 @@ def pooling(asked: PoolingRequest, model: ServedModel) -> Work:
         dtype=asked.embed_dtype or "float32",
         endianness=asked.endianness or "little",
     )
+    if isinstance(task, list) or task is PoolingTask.SPARSE_EMBED:
+        check_plain(form)
     requests = model.prepare(asked.input or [], task, asked)
 
     def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
-        return rows_answer(
-            [as_array(result) for result in results],
-            form,
-            stamp.head("pool"),
-            usage_of(requests),
-            kind="pooling",
-            key="data",
-            shapes=True,
-            token_ids=[request.token_ids for request in requests] if asked.return_token_ids else None,
-        )
+        head, usage = stamp.head("pool"), usage_of(requests)
+        token_ids = [request.token_ids for request in requests] if asked.return_token_ids else None
+        if isinstance(task, list) or task is PoolingTask.SPARSE_EMBED:
+            values = [_several(one) if isinstance(task, list) else sparse_of(one.results[0]) for one in requests]
+            return objects_answer(values, head, usage, kind="pooling", key="data", token_ids=token_ids)
+        rows = [as_array(result) for result in results]
+        return rows_answer(rows, form, head, usage, kind="pooling", key="data", shapes=True, token_ids=token_ids)
 
     return Work(requests=requests, encode=encode)
+
+
+def _several(request: Request) -> dict[str, Any]:
+    """The results of all tasks of a request, by the task's name."""
+    every = zip((request, *request.also), request.results, strict=True)
+    return {one.plan.task.value: _result(one, result) for one, result in every}
+
+
+def _result(request: Request, result: torch.Tensor) -> Any:
+    return sparse_of(result) if request.plan.task is PoolingTask.SPARSE_EMBED else json_of(as_array(result))
 
 
 def classify(asked: ClassifyRequest, model: ServedModel) -> Work:

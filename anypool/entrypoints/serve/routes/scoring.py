@@ -69,6 +69,7 @@ def prepare_scores(asked: Any, model: ServedModel, left: list[str], right: list[
             template=template,
             instruction=getattr(asked, "asked_instruction", None),
             roles=roles,
+            fuse=getattr(asked, "fuse", None) or False,
         )
     prepared = [model.engine.prepare(job.prompts, job.task, job.params, job.options) for job in plan.jobs]
 

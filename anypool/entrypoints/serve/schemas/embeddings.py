@@ -27,6 +27,7 @@ class EmbeddingRequest(ChatFields, EncodingFields):
     """What is embedded, and how."""
 
     dimensions: int | None = Field(None, description="How many leading dimensions to keep, before scaling.")
+    max_active_dims: int | None = Field(None, description="Of sparse vectors: how many weights to keep, the largest.")
     normalized: bool | None = Field(None, description="The same as normalize.")
     embedding_type: Literal["float", "base64", "int8", "uint8", "binary", "ubinary"] | None = Field(
         None, description="encoding_format and embed_dtype in one."
@@ -65,18 +66,26 @@ class EmbeddingRequest(ChatFields, EncodingFields):
     def pooling_params(self) -> PoolingParams:
         return PoolingParams(
             dimensions=self.dimensions,
+            max_active_dims=self.max_active_dims,
             normalize=self.normalize if self.normalized is None else self.normalized,
             activation=self.activation,
             use_activation=self.use_activation,
         )
 
 
+class SparseVector(BaseModel):
+    """The dimensions that are not 0, ascending, and the weight of each."""
+
+    indices: list[int]
+    values: list[float]
+
+
 class EmbeddingData(BaseModel):
-    """One vector: numbers, or base64 of their bytes."""
+    """One vector: numbers, base64 of their bytes, or indices and values for a model of sparse vectors."""
 
     object: Literal["embedding"]
     index: int
-    embedding: list[float] | str
+    embedding: list[float] | str | SparseVector
 
 
 class EmbeddingResponse(BaseModel):

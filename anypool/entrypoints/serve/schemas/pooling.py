@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field
 
 from anypool.entrypoints.serve.schemas.chat import ChatFields
 from anypool.entrypoints.serve.schemas.common import LabelFields, TokenVectorFields, Usage
+from anypool.entrypoints.serve.schemas.embeddings import SparseVector
 from anypool.entrypoints.serve.schemas.encoding import EncodingFields
 from anypool.errors import InvalidParameterError
 from anypool.pooling.params import PoolingParams
@@ -29,7 +30,14 @@ class _StepFields(ChatFields):
 
 
 class PoolingRequest(_StepFields, EncodingFields, TokenVectorFields):
-    """What is run, and what it gets: `task` is one of embed, classify, reward, token_embed and token_classify."""
+    """What is run, and what it gets.
+
+    `task` is one of embed, sparse_embed, classify, reward, token_embed and token_classify, or an array of them: inputs
+    are run once for all.
+    """
+
+    task: str | list[str] | None = Field(None, description="The pooling task, or several.")  # type: ignore[assignment]
+    max_active_dims: int | None = Field(None, description="Of sparse vectors: how many weights to keep, the largest.")
 
     dimensions: int | None = Field(None, description="Of vectors: how many leading dimensions to keep.")
     return_token_ids: bool | None = Field(None, description="Whether the ids that were run are returned as well.")
@@ -50,6 +58,7 @@ class PoolingRequest(_StepFields, EncodingFields, TokenVectorFields):
     def pooling_params(self) -> PoolingParams:
         return PoolingParams(
             dimensions=self.dimensions,
+            max_active_dims=self.max_active_dims,
             normalize=self.normalize,
             activation=self.activation,
             use_activation=self.use_activation,
@@ -64,12 +73,13 @@ class PoolingRequest(_StepFields, EncodingFields, TokenVectorFields):
 class PoolingData(BaseModel):
     """One result: a vector or rows of numbers, or base64 of their bytes with their shape.
 
+    A sparse vector is indices and values. Of several tasks it is an object with a result for each.
     `prompt_token_ids` are there where they are asked for: special tokens included, after truncation.
     """
 
     object: Literal["pooling"]
     index: int
-    data: list[list[float]] | list[float] | str
+    data: list[list[float]] | list[float] | str | SparseVector | dict[str, SparseVector | list[Any]]
     shape: list[int] | None = None
     prompt_token_ids: list[int] | None = None
 

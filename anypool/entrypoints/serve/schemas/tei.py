@@ -30,6 +30,7 @@ class TEIRequest(TokenVectorFields):
 
     inputs: Inputs
     dimensions: int | None = Field(None, description="How many leading dimensions to keep, before scaling.")
+    max_active_dims: int | None = Field(None, description="Of sparse vectors: how many weights to keep, the largest.")
 
     def model_post_init(self, context: Any) -> None:
         if not self.inputs:
@@ -39,6 +40,7 @@ class TEIRequest(TokenVectorFields):
     def pooling_params(self) -> PoolingParams:
         return PoolingParams(
             dimensions=self.dimensions,
+            max_active_dims=self.max_active_dims,
             normalize=self.normalize,
             activation=self.activation,
             use_activation=self.use_activation,
@@ -145,6 +147,17 @@ class Vectors(RootModel[list[list[float]]]):
 
 class TokenVectors(RootModel[list[list[list[float]]]]):
     """A vector per token of each input."""
+
+
+class SparseWeight(BaseModel):
+    """A dimension and its weight."""
+
+    index: int
+    value: float
+
+
+class SparseVectors(RootModel[list[list[SparseWeight]]]):
+    """The weights of each input that are not 0, by dimension."""
 
 
 class Predictions(RootModel[list[Prediction] | list[list[Prediction]]]):
