@@ -699,6 +699,7 @@ def test_info_shows_modules_prompts_and_sizes() -> None:
             "causal": True, "sliding_window": 512, "softcap": 50.0, "layers": {"triton": 26, "varlen": 2}
         },
         "similarity": "dot",
+        "multi_vector": None,
         "rerank_template": "T",
         "head": {
             "per": "token", "labels": ["A", "B"], "logit_mean": 1.5, "logit_sigma": 2.0,
