@@ -301,6 +301,11 @@ def _sparse_vectors(
     size = loaded.defaults.sparse.size
     compare = similarity(loaded.recipe.similarity_fn_name or "dot")
     jobs = _sides(engine, left, right, PoolingTask.SPARSE_EMBED, params, options, roles)
+    if loaded.recipe.router is not None:
+        jobs = [
+            replace(job, params=replace(params or PoolingParams(), is_query=is_query))
+            for job, is_query in zip(jobs, (True, False), strict=True)
+        ]
 
     def finish(ran: Sequence[Ran]) -> Scores:
         pairs = _matched(jobs, ran, left, right)

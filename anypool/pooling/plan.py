@@ -74,11 +74,15 @@ class SparseDefaults:
         size: Length of the vectors: the vocabulary's, or the number of latent dimensions.
         max_active_dims: How many weights are kept; None keeps all.
         joins_windows: Whether the largest weights of a text's windows are the text's.
+        looked_up: The values of `is_query` of texts that are looked up in a table rather than run.
+        unrouted: Those of texts that the model has no way for.
     """
 
     size: int
     max_active_dims: int | None = None
     joins_windows: bool = True
+    looked_up: frozenset[bool | None] = frozenset()
+    unrouted: frozenset[bool | None] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,11 +150,13 @@ class PoolingPlan:
     is_query: bool = False
     token_pooling: TokenPooling | None = None
     max_active_dims: int | None = None
+    side: bool | None = None
+    is_looked_up: bool = False
 
 
 _EMBED_FIELDS = ("dimensions", "normalize", "use_activation")
 _TOKEN_VECTOR_FIELDS = (*_EMBED_FIELDS, "is_query", "pool_factor", "token_pooling")
-_SPARSE_FIELDS = ("max_active_dims",)
+_SPARSE_FIELDS = ("max_active_dims", "is_query")
 _SCORE_FIELDS = ("activation", "use_activation")
 _TOKEN_SCORE_FIELDS = (*_SCORE_FIELDS, "step_tag_id", "returned_token_ids")
 
@@ -162,7 +168,7 @@ def make_plan(task: PoolingTask, params: PoolingParams, defaults: PoolingDefault
     if task is PoolingTask.SPARSE_EMBED:
         _only(params, _SPARSE_FIELDS, task)
         assert defaults.sparse is not None
-        return PoolingPlan(task=task, max_active_dims=params.max_active_dims or defaults.sparse.max_active_dims)
+        return _sparse_plan(params, defaults.sparse, defaults.size.model)
     scores = defaults.scores.get(task)
     if task is PoolingTask.TOKEN_EMBED and defaults.token_vectors is not None:
         _only(params, _TOKEN_VECTOR_FIELDS, task)
@@ -185,6 +191,21 @@ def make_plan(task: PoolingTask, params: PoolingParams, defaults: PoolingDefault
         step_tag_id=scores.step_tag_id if params.step_tag_id is None else params.step_tag_id,
         returned_columns=columns,
         reported_column=scores.reported_column if columns is None and activation != "none" else None,
+    )
+
+
+def _sparse_plan(params: PoolingParams, defaults: SparseDefaults, model: str) -> PoolingPlan:
+    if params.is_query in defaults.unrouted:
+        raise InvalidParameterError(
+            f"is_query={params.is_query} has no route in {model}: it has one for "
+            f"{' and '.join(sorted(str(side) for side in {True, False, None} - defaults.unrouted))}",
+            param="is_query",
+        )
+    return PoolingPlan(
+        task=PoolingTask.SPARSE_EMBED,
+        max_active_dims=params.max_active_dims or defaults.max_active_dims,
+        side=params.is_query,
+        is_looked_up=params.is_query in defaults.looked_up,
     )
 
 

@@ -173,7 +173,7 @@ def check_plain(form: Form) -> None:
 def objects_answer(
     values: Sequence[Any], head: dict[str, Any], usage: dict[str, Any], *, kind: str, key: str
 ) -> Response:
-    """A response with an entry per result that is more than an array of numbers: a sparse vector, or several results."""
+    """A response with an entry per result that is more than numbers: a sparse vector, or several results."""
     data = [{"object": kind, "index": index, key: value} for index, value in enumerate(values)]
     return json_answer({**head, "data": data, "usage": usage})
 
