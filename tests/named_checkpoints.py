@@ -28,6 +28,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests.adapters.test_bge_m3 import bge_m3
+from tests.adapters.test_sparse import splade
 from tests.helpers import MAX_POSITIONS, byte_tokenizer, save, tiny_llama, wordpiece_tokenizer
 
 _SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
@@ -145,6 +147,8 @@ NAMED: dict[str, Callable[[], Path | str]] = {
     "Skywork/Skywork-Reward-V2-Llama-3.2-1B": reward_model,
     "Qwen/Qwen2.5-Math-PRM-7B": process_reward_model,
     "Qwen/Qwen3-Reranker-0.6B": qwen3_reranker,
+    "naver/splade-v3": splade,
+    "BAAI/bge-m3": bge_m3,
 }
 
 

@@ -69,9 +69,9 @@ def read_router(repository: Repository, path: str) -> tuple[RouterRecipe, Module
         raise CheckpointFormatError(
             f"{repository.name}: {where}router_config.json is missing or not a router's: {error!r}"
         ) from error
-    for _, chain in (link for chain in chains.values() for link in chain):
-        if PurePosixPath(chain).is_absolute() or ".." in PurePosixPath(chain).parts:
-            raise CheckpointFormatError(f"{repository.name}: the router names {chain!r}, outside the checkpoint")
+    for _, folder in (module for chain in chains.values() for module in chain):
+        if PurePosixPath(folder).is_absolute() or ".." in PurePosixPath(folder).parts:
+            raise CheckpointFormatError(f"{repository.name}: the router names {folder!r}, outside the checkpoint")
     tables = {chain[0][1] for chain in chains.values() if [kind for kind, _ in chain] == [_STATIC]}
     computed = {tuple(chain) for chain in chains.values() if chain[0][0] != _STATIC}
     ways = {side: _route(side, chains, mappings, parameters) for side in _TASKS}
