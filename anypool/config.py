@@ -265,6 +265,9 @@ class EngineConfig:
     max_num_batched_tokens: int | None = _setting(None, "most tokens in one forward pass; by default chosen by device")
     max_num_seqs: int = _setting(256, "most prompts in one forward pass")
     max_queued_tokens: int = _setting(4_000_000, "tokens that may wait before a server refuses more")
+    max_queue_s: float | None = _setting(
+        30.0, "seconds until a request would have its turn, at the measured speed, above which a server refuses it"
+    )
     enable_chunked_prefill: bool | None = _setting(
         None, "run a prompt longer than max_num_batched_tokens in chunks; by default where the model is causal"
     )
@@ -326,6 +329,10 @@ class EngineConfig:
         require(
             is_number(self.stuck_after_s) and self.stuck_after_s > 0,
             f"stuck_after_s={self.stuck_after_s!r} is not a positive number of seconds",
+        )
+        require(
+            self.max_queue_s is None or (_is_number(self.max_queue_s) and self.max_queue_s > 0),
+            f"max_queue_s={self.max_queue_s!r} is not a positive number of seconds, or None",
         )
         require(
             self.pooler_config is None or isinstance(self.pooler_config, PoolerConfig),

@@ -83,7 +83,8 @@ class Engine:
         self._death: BaseException | None = None
         self._beat = time.monotonic()
         self._trimmed = self._beat
-        self._tokens_per_s = 0.0
+        self._tokens_per_s = 0.0  # of batches that left others waiting: those were as full as they get
+        self._leaves_others = False
         self._thread = threading.Thread(target=self._serve, name="anypool-device", daemon=True)
         self._thread.start()
         atexit.register(_close, weakref.ref(self))
@@ -180,13 +181,14 @@ class Engine:
         now = time.monotonic()
         requests = [request for request in leaves(requests) if not request.is_answered]
         tokens = sum(map(len, requests))
-        if bounded and not self._has_room(tokens):
+        if bounded and self._refusal(tokens, priority):
             self._sweep()
         with self._changed:
             if not self.is_alive:
                 raise EngineDeadError(self._end_message())
-            if bounded and not self._has_room(tokens):
-                raise self._overloaded()
+            if bounded and (refusal := self._refusal(tokens, priority)):
+                self.metrics.refused()
+                raise refusal
             check_new(requests)
             for request in requests:
                 request.priority, request.cache_salt, request.submitted = priority, cache_salt, now
@@ -207,17 +209,22 @@ class Engine:
                 self._holding -= 1
                 self._changed.notify()
 
-    def _has_room(self, tokens: int) -> bool:
-        waiting = self._scheduler.waiting_tokens
-        return waiting == 0 or waiting + tokens <= self.config.max_queued_tokens
-
-    def _overloaded(self) -> OverloadedError:
-        self.metrics.refused()
-        waiting = self._scheduler.waiting_tokens
-        return OverloadedError(
-            f"{waiting:,} tokens are waiting, and the queue takes {self.config.max_queued_tokens:,}: try again later",
-            retry_after_s=min(600.0, max(1.0, waiting / max(self._tokens_per_s, 1.0))),
-        )
+    def _refusal(self, tokens: int, priority: int) -> OverloadedError | None:
+        """Why the queue does not take so many more tokens, if it does not. An empty one takes any number."""
+        waiting, config = self._scheduler.waiting_tokens, self.config
+        if waiting and waiting + tokens > config.max_queued_tokens:
+            message = (
+                f"{waiting:,} tokens are waiting, and the queue takes {config.max_queued_tokens:,}: try again later"
+            )
+            return OverloadedError(message, retry_after_s=_retry_after(waiting / max(self._tokens_per_s, 1.0)))
+        if self._tokens_per_s and config.max_queue_s is not None:
+            wait_s = self._scheduler.tokens_before(tokens, priority) / self._tokens_per_s
+            if wait_s > config.max_queue_s:
+                message = f"the turn would come in {wait_s:,.1f} s, and the limit is {config.max_queue_s:g} s"
+                return OverloadedError(
+                    f"{message}: try again later", retry_after_s=_retry_after(wait_s - config.max_queue_s)
+                )
+        return None
 
     def _sweep(self) -> None:
         """Drops those that nobody waits for. It looks at the whole queue, so a twentieth of the time may go into it."""
@@ -261,7 +268,7 @@ class Engine:
                     return False
                 may_run = not self._holding or self._stop_at is not None  # nothing is added to what waits at the end
                 if may_run and (requests := self._scheduler.next_batch()):
-                    self._running = requests
+                    self._running, self._leaves_others = requests, bool(self._scheduler)
                     return True
                 self._changed.wait()
 
@@ -345,8 +352,9 @@ class Engine:
     def _ran(self, pieces: Sequence[Piece], output: RunnerOutput) -> None:
         tokens = sum(map(len, pieces))
         self.metrics.ran(pieces, output, budget=self._scheduler.max_tokens)
-        speed = tokens / max(output.forward_s + output.pool_s, 1e-6)
-        self._tokens_per_s = 0.9 * self._tokens_per_s + 0.1 * speed if self._tokens_per_s else speed
+        if self._leaves_others:
+            speed = tokens / max(output.forward_s + output.pool_s, 1e-6)
+            self._tokens_per_s = 0.9 * self._tokens_per_s + 0.1 * speed if self._tokens_per_s else speed
 
     def _finish(self, piece: Piece, output: RunnerOutput, index: int) -> None:
         """Resolves the request of the piece at `index` of a batch.
@@ -454,6 +462,10 @@ class Engine:
 
     def _end_message(self) -> str:
         return "the engine is shut down" if self._death is None else f"the device thread died: {self._death!r}"
+
+
+def _retry_after(seconds: float) -> float:
+    return min(600.0, max(1.0, seconds))
 
 
 def _close(engine: weakref.ref[Engine]) -> None:

@@ -373,7 +373,10 @@ class Preparation:
         vocab = self.loaded.config.vocab_size
         if min(ids) < 0 or max(ids) >= vocab:
             wrong = next(i for i in ids if not 0 <= i < vocab)
-            raise InvalidPromptError(f"input {index} has the token id {wrong}; this model's ids are 0 to {vocab - 1}")
+            raise InvalidPromptError(
+                f"input {index} has the token id {wrong}; this model's ids are 0 to {vocab - 1}: "
+                "it may be of another tokenizer, and texts are safer"
+            )
         if tokens.skip >= len(ids):
             raise InvalidPromptError(
                 f"input {index} has no tokens left to pool: all {len(ids)} belong to the prompt, "

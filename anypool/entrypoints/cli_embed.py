@@ -102,7 +102,7 @@ def _run_sparse(arguments: argparse.Namespace) -> int:
             use_tqdm=sys.stderr.isatty(),
         )
     vectors = [one.outputs for one in outputs]
-    columns = {
+    columns: dict[str, Any] = {
         "index": np.arange(len(vectors)),
         "indices": [vector.indices.numpy() for vector in vectors],
         "values": [vector.values.numpy() for vector in vectors],

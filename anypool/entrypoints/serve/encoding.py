@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -132,6 +133,7 @@ def rows_answer(
     kind: str,
     key: str,
     shapes: bool = False,
+    token_ids: Sequence[list[int]] | None = None,
 ) -> Response:
     """A response with an entry per result.
 
@@ -143,6 +145,7 @@ def rows_answer(
         kind: `object` of each entry.
         key: Under which the numbers stand.
         shapes: Whether base64 comes with its shape.
+        token_ids: The ids of each result's prompt, where they are returned; bytes have no place for them.
     """
     if form.encoding in ("bytes", "bytes_only"):
         return _bytes_answer(rows, form, head, usage)
@@ -157,6 +160,9 @@ def rows_answer(
             {"object": kind, "index": index, key: json_of(np.ascontiguousarray(form.numbers(row)))}
             for index, row in enumerate(rows)
         ]
+    if token_ids is not None:
+        for entry, ids in zip(data, token_ids, strict=True):
+            entry["prompt_token_ids"] = ids
     return json_answer({**head, "data": data, "usage": usage})
 
 
@@ -171,10 +177,18 @@ def check_plain(form: Form) -> None:
 
 
 def objects_answer(
-    values: Sequence[Any], head: dict[str, Any], usage: dict[str, Any], *, kind: str, key: str
+    values: Sequence[Any],
+    head: dict[str, Any],
+    usage: dict[str, Any],
+    *,
+    kind: str,
+    key: str,
+    token_ids: Sequence[list[int]] | None = None,
 ) -> Response:
     """A response with an entry per result that is more than numbers: a sparse vector, or several results."""
     data = [{"object": kind, "index": index, key: value} for index, value in enumerate(values)]
+    for entry, ids in zip(data, token_ids or [], strict=False):
+        entry["prompt_token_ids"] = ids
     return json_answer({**head, "data": data, "usage": usage})
 
 
@@ -192,9 +206,8 @@ def _bytes_answer(
                 f"{_MOST_DESCRIBED}: use bytes_only, or send several requests",
                 param="encoding_format",
             )
-        answer.headers["metadata"] = orjson.dumps(
-            {**head, "data": list(_places(packed, form)), "usage": usage}
-        ).decode()
+        # In ASCII: the request's id, which may hold anything, is in it, and headers hold little more.
+        answer.headers["metadata"] = json.dumps({**head, "data": list(_places(packed, form)), "usage": usage})
     return answer
 
 

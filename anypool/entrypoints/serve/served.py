@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -11,11 +14,13 @@ from typing import Any
 
 from anypool.adapters.chat_templates import ConversationTemplate, conversation_template
 from anypool.adapters.heads import labels_of
+from anypool.adapters.template_limits import LONGEST_RENDER_S, at_most
 from anypool.config import require
 from anypool.engine.async_engine import AsyncEngine
 from anypool.engine.engine import Engine
 from anypool.engine.preparation import PromptOptions
 from anypool.engine.request import Request
+from anypool.engine.spans import SpannedPrompt
 from anypool.engine.tokenization import Tokenizer
 from anypool.entrypoints.cli_info import describe
 from anypool.entrypoints.serve.http_errors import HTTPError
@@ -25,6 +30,8 @@ from anypool.entrypoints.serve.schemas.common import CommonFields
 from anypool.errors import InvalidParameterError, InvalidPromptError, PromptTooLongError
 from anypool.pooling.params import PoolingParams
 from anypool.pooling.tasks import PoolingTask
+
+logger = logging.getLogger(__name__)
 
 # Characters of a text that is cut to what the model takes: this many, or so many per token where that is more.
 _LONGEST_TEXT = 1_000_000
@@ -47,6 +54,7 @@ class ServedModel:
         self.name = served_name(engine)
         self.prompts = NamedPrompts(engine.loaded.recipe.prompts, has_sides=_has_sides(engine))
         self.in_windows = engine.loaded.pooler_config.enable_chunked_processing
+        self._has_warned_of_ids = False
 
     @cached_property
     def kind(self) -> str:
@@ -55,8 +63,10 @@ class ServedModel:
         scores = loaded.defaults.scores
         if loaded.head is not None and loaded.head.is_reward:
             return "reward"
+        if PoolingTask.CLASSIFY in scores and scores[PoolingTask.CLASSIFY].columns == 1:
+            return "reranker" if self._scores_pairs else "reward"
         if PoolingTask.CLASSIFY in scores:
-            return "reranker" if scores[PoolingTask.CLASSIFY].columns == 1 else "classifier"
+            return "classifier"
         if PoolingTask.TOKEN_CLASSIFY in scores:
             return "classifier"
         return "reward" if PoolingTask.REWARD in scores else "embedding"
@@ -64,6 +74,16 @@ class ServedModel:
     @property
     def gives_sparse_vectors(self) -> bool:
         return self.engine.loaded.defaults.sparse is not None
+
+    @property
+    def _scores_pairs(self) -> bool:
+        """Whether its one score is about a pair: of causal models, only those whose files say so, or have a template.
+
+        Reward models such as Skywork's are saved like a reranker without either.
+        """
+        loaded = self.engine.loaded
+        is_encoder = getattr(loaded.model, "attn_type", None) == "encoder_only"
+        return is_encoder or loaded.recipe.is_cross_encoder or loaded.rerank_template is not None
 
     @cached_property
     def card(self) -> dict[str, Any]:
@@ -119,8 +139,25 @@ class ServedModel:
             InvalidRequestError: A prompt or a parameter cannot be served.
         """
         for index, prompt in enumerate(prompts):
-            self.check_length(prompt, index)
+            self.check_length(prompt.prompt if isinstance(prompt, SpannedPrompt) else prompt, index)
+        if prompts and isinstance(prompts[0], list):
+            self._look_at_ids(prompts[0])
         return self.engine.prepare(prompts, task, params, options)
+
+    def _look_at_ids(self, ids: list[int]) -> None:
+        """Warns once of ids that the model's tokenizer would not give: they may be of another one."""
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None or self._has_warned_of_ids:
+            return
+        before, after = tokenizer.prefix_ids, tokenizer.suffix_ids
+        if ids[: len(before)] != before or ids[len(ids) - len(after) :] != after:
+            self._has_warned_of_ids = True
+            logger.warning(
+                "%s: a request has token ids without the special tokens of the model's tokenizer. If they are of "
+                "another tokenizer, as LangChain sends by default, their results mean nothing: send texts "
+                "(check_embedding_ctx_length=False)",
+                self.name,
+            )
 
     def check_length(self, prompt: object, index: int) -> None:
         """Refuses a text that is endless; windows, which run the whole of a text, have a limit of their own."""
@@ -137,6 +174,10 @@ class ServedModel:
             InvalidRequestError: There is no template for them, or it is the request's and may not be used.
         """
         template = self._template(asked)
+        with at_most(LONGEST_RENDER_S) if asked.chat_template is not None else nullcontext():
+            return self._rendered(asked, template)
+
+    def _rendered(self, asked: ChatFields, template: ConversationTemplate) -> list[str]:
         return [
             template.render(
                 conversation,
@@ -203,7 +244,7 @@ def served_name(engine: Engine) -> str:
     name, model = engine.config.served_model_name, engine.config.model
     if name is not None and name != model:
         return name
-    path = Path(model).expanduser().resolve()
+    path = Path(os.path.abspath(Path(model).expanduser()))  # a link keeps its own name
     if path.is_dir():
         return path.name
     return path.stem if path.is_file() else model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from starlette.responses import Response
 
 from anypool.engine.request import Request
+from anypool.engine.spans import SpannedPrompt
 from anypool.entrypoints.serve.call import Call, Work
 from anypool.entrypoints.serve.encoding import (
     Form,
@@ -36,6 +38,7 @@ from anypool.entrypoints.serve.schemas.pooling import (
     RewardResponse,
 )
 from anypool.entrypoints.serve.served import ServedModel
+from anypool.errors import InvalidParameterError
 from anypool.pooling.tasks import PoolingTask, encode2pooling_task, parse_task
 
 Encode = Callable[[list[torch.Tensor], Stamp], Response]
@@ -46,20 +49,36 @@ def embeddings(asked: EmbeddingRequest, model: ServedModel) -> Work:
     encoding, dtype = asked.form
     form = Form(encoding=encoding, dtype=dtype, endianness=asked.endianness or "little")
     is_sparse = PoolingTask.EMBED not in model.engine.supported_tasks and model.gives_sparse_vectors
-    task = PoolingTask.SPARSE_EMBED if is_sparse else PoolingTask.EMBED
     if is_sparse:
         check_plain(form)
-    requests = model.prepare(asked.input or [], task, asked)
+    if asked.late_chunking:
+        requests = _late_chunks(asked, model)
+    else:
+        task = PoolingTask.SPARSE_EMBED if is_sparse else PoolingTask.EMBED
+        requests = model.prepare(asked.input or [], task, asked)
 
     def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
         if is_sparse:
             vectors = [sparse_of(result) for result in results]
             return objects_answer(vectors, stamp.head("embd"), usage_of(requests), kind="embedding", key="embedding")
-        return rows_answer(
-            list(as_matrix(results)), form, stamp.head("embd"), usage_of(requests), kind="embedding", key="embedding"
-        )
+        rows = as_array(results[0]) if asked.late_chunking else as_matrix(results)
+        return rows_answer(list(rows), form, stamp.head("embd"), usage_of(requests), kind="embedding", key="embedding")
 
     return Work(requests=requests, encode=encode)
+
+
+def _late_chunks(asked: EmbeddingRequest, model: ServedModel) -> list[Request]:
+    """One request for all texts, as they follow each other, with a vector for the place of each."""
+    texts = [text for text in asked.input or [] if isinstance(text, str)]
+    ends = list(itertools.accumulate(map(len, texts)))
+    places = tuple(zip([0, *ends], ends, strict=False))
+    try:
+        prompt = SpannedPrompt("".join(texts), places, in_tokens=False)
+        return model.prepare([prompt], PoolingTask.EMBED, asked)
+    except InvalidParameterError as error:
+        if error.param != "spans":
+            raise
+        raise InvalidParameterError(f"late_chunking: {error}", param="input") from error
 
 
 def pooling(asked: PoolingRequest, model: ServedModel) -> Work:
@@ -81,11 +100,13 @@ def pooling(asked: PoolingRequest, model: ServedModel) -> Work:
     requests = model.prepare(asked.input or [], task, asked)
 
     def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
+        token_ids = [request.token_ids for request in requests] if asked.return_token_ids else None
+        head, usage = stamp.head("pool"), usage_of(requests)
         if isinstance(task, list) or task is PoolingTask.SPARSE_EMBED:
             values = [_several(one) if isinstance(task, list) else sparse_of(one.results[0]) for one in requests]
-            return objects_answer(values, stamp.head("pool"), usage_of(requests), kind="pooling", key="data")
+            return objects_answer(values, head, usage, kind="pooling", key="data", token_ids=token_ids)
         rows = [as_array(result) for result in results]
-        return rows_answer(rows, form, stamp.head("pool"), usage_of(requests), kind="pooling", key="data", shapes=True)
+        return rows_answer(rows, form, head, usage, kind="pooling", key="data", shapes=True, token_ids=token_ids)
 
     return Work(requests=requests, encode=encode)
 

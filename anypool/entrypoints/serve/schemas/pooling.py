@@ -10,6 +10,7 @@ from anypool.entrypoints.serve.schemas.chat import ChatFields
 from anypool.entrypoints.serve.schemas.common import LabelFields, TokenVectorFields, Usage
 from anypool.entrypoints.serve.schemas.embeddings import SparseVector
 from anypool.entrypoints.serve.schemas.encoding import EncodingFields
+from anypool.errors import InvalidParameterError
 from anypool.pooling.params import PoolingParams
 
 
@@ -39,6 +40,15 @@ class PoolingRequest(_StepFields, EncodingFields, TokenVectorFields):
     max_active_dims: int | None = Field(None, description="Of sparse vectors: how many weights to keep, the largest.")
 
     dimensions: int | None = Field(None, description="Of vectors: how many leading dimensions to keep.")
+    return_token_ids: bool | None = Field(None, description="Whether the ids that were run are returned as well.")
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.return_token_ids and self.encoding_format in ("bytes", "bytes_only"):
+            raise InvalidParameterError(
+                f"encoding_format={self.encoding_format!r} has no place for token ids: ask for float or base64",
+                param="return_token_ids",
+            )
 
     @property
     def asked_use(self) -> str | None:
@@ -64,12 +74,14 @@ class PoolingData(BaseModel):
     """One result: a vector or rows of numbers, or base64 of their bytes with their shape.
 
     A sparse vector is indices and values. Of several tasks it is an object with a result for each.
+    `prompt_token_ids` are there where they are asked for: special tokens included, after truncation.
     """
 
     object: Literal["pooling"]
     index: int
     data: list[list[float]] | list[float] | str | SparseVector | dict[str, SparseVector | list[Any]]
     shape: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class PoolingResponse(BaseModel):
