@@ -33,7 +33,7 @@ def example(name: str, *argv: str) -> str:
         ("own_causal_lm.py", ["GruForEmbedding serves embed", "LM head: None", "normalised: True"]),
         ("own_pooler.py", ["the new checkpoint runs as GatedBertModel", "a gate of zeros is the mean: True"]),
         ("splade.py", ["words have a weight in the query", "as sentence-transformers has them: True"]),
-        ("bge_m3_hybrid.py", ["serves embed, token_embed, sparse_embed", "9 words", "best by fused"]),
+        ("bge_m3_hybrid.py", ["serves embed, token_embed, sparse_embed", "5 words with a weight", "best by fused"]),
         ("own_head.py", ["serves embed, token_embed, classify", "as torch computes it: True"]),
     ],
 )

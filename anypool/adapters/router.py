@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -40,15 +40,17 @@ class RouterRecipe:
         looked_up: The sides whose texts are looked up in a table.
         unrouted: The sides that no route is for.
         table: Folder of the table; None where there is none.
+        heads: For dense vectors, what follows pooling on each side, where that is not the same on all.
     """
 
     looked_up: frozenset[Side] = frozenset()
     unrouted: frozenset[Side] = frozenset()
     table: str | None = None
+    heads: Mapping[Side, tuple[tuple[str, str, Mapping[str, Any]], ...]] = field(default_factory=dict)
 
 
-def read_router(repository: Repository, path: str) -> tuple[RouterRecipe, Modules]:
-    """The routes, and the modules of the one that has a transformer.
+def read_router(repository: Repository, path: str) -> tuple[RouterRecipe, Mapping[Side, Modules]]:
+    """The routes, and the modules of each side that has some.
 
     Raises:
         CheckpointFormatError: The file is missing, or not one of a router.
@@ -73,23 +75,20 @@ def read_router(repository: Repository, path: str) -> tuple[RouterRecipe, Module
         if PurePosixPath(folder).is_absolute() or ".." in PurePosixPath(folder).parts:
             raise CheckpointFormatError(f"{repository.name}: the router names {folder!r}, outside the checkpoint")
     tables = {chain[0][1] for chain in chains.values() if [kind for kind, _ in chain] == [_STATIC]}
-    computed = {tuple(chain) for chain in chains.values() if chain[0][0] != _STATIC}
     ways = {side: _route(side, chains, mappings, parameters) for side in _TASKS}
-    if len(tables) > 1 or len(computed) != 1 or not set(chains) <= set(ways.values()):
+    static = {route for route, chain in chains.items() if chain[0][0] == _STATIC}
+    if len(tables) > 1 or static == set(chains) or not set(chains) <= set(ways.values()):
         routes = "; ".join(f"{route}: {', '.join(kind for kind, _ in chain)}" for route, chain in chains.items())
         raise UnsupportedArchitectureError(
-            f"{repository.name}: the router has the routes {routes}. Supported are routes for 'query' and 'document', "
-            f"of which one has a transformer, and others the same or a {_STATIC}"
+            f"{repository.name}: the router has the routes {routes}. Supported are routes for 'query' and 'document' "
+            f"that are computed by one transformer, and for one of them a {_STATIC}"
         )
-    [modules] = computed
     recipe = RouterRecipe(
-        looked_up=frozenset(
-            side for side, route in ways.items() if route is not None and chains[route][0][0] == _STATIC
-        ),
+        looked_up=frozenset(side for side, route in ways.items() if route in static),
         unrouted=frozenset(side for side, route in ways.items() if route is None),
         table=next(iter(tables), None),
     )
-    return recipe, list(modules)
+    return recipe, {side: chains[route] for side, route in ways.items() if route is not None and route not in static}
 
 
 def _route(

@@ -167,10 +167,32 @@ def read_recipe(repository: Repository) -> Recipe:
     modules = read_modules(repository, listed)
     if kind == _CROSS_ENCODER:
         return _cross_encoder(repository, modules, common)
-    if modules and modules[0][0] in ROUTERS:
-        router, chain = read_router(repository, modules[0][1])
-        return replace(_embedder(repository, [*chain, *modules[1:]], kind, common), router=router)
+    place = next((index for index, (name, _) in enumerate(modules) if name in ROUTERS), None)
+    if place is not None:
+        return _routed(repository, modules, place, kind, common)
     return _embedder(repository, modules, kind, common)
+
+
+def _routed(
+    repository: Repository, modules: list[tuple[str, str]], place: int, kind: str, common: Mapping[str, Any]
+) -> Recipe:
+    """One transformer, and after it modules that are not the same for queries and documents."""
+    router, chains = read_router(repository, modules[place][1])
+    recipes = {
+        side: _embedder(repository, [*modules[:place], *chain, *modules[place + 1 :]], kind, common)
+        for side, chain in chains.items()
+    }
+    first = recipes.get(None) or next(iter(recipes.values()))
+    if any(replace(recipe, modules=first.modules) != first for recipe in recipes.values()) or (
+        first.sparse is not None and any(recipe.modules != first.modules for recipe in recipes.values())
+    ):
+        raise UnsupportedArchitectureError(
+            f"{repository.name}: the routes for queries and documents have different transformers or poolings; "
+            "supported are routes that differ in what follows pooling"
+        )
+    if any(recipe.modules != first.modules for recipe in recipes.values()):
+        router = replace(router, heads={side: recipe.modules for side, recipe in recipes.items()})
+    return replace(first, router=router)
 
 
 def _embedder(repository: Repository, modules: list[tuple[str, str]], kind: str, common: Mapping[str, Any]) -> Recipe:

@@ -86,7 +86,7 @@ class Preparation:
             raise InvalidPromptError(f"prompts={prompts!r:.80} is not a list of prompts")
         tasks = (task,) if isinstance(task, PoolingTask) else tuple(task)
         plans = self._plans(len(prompts), tasks, params)
-        if PoolingTask.SPARSE_EMBED in tasks:
+        if PoolingTask.SPARSE_EMBED in tasks or self.loaded.defaults.sides is not None:
             return self._by_side(prompts, plans, options)
         if PoolingTask.TOKEN_EMBED in tasks and self.loaded.multi_vector is not None:
             return self._token_vectors(prompts, plans, options, self.loaded.multi_vector)
@@ -95,8 +95,11 @@ class Preparation:
     def _by_side(
         self, prompts: Sequence[Any], plans: Sequence[tuple[PoolingPlan, ...]], options: PromptOptions
     ) -> list[Request]:
-        """Requests for sparse vectors: texts of each side get its prompt, and those of some are only looked up."""
-        sides = [next(plan for plan in several if plan.task is PoolingTask.SPARSE_EMBED) for several in plans]
+        """Requests where sides count: texts of each get its prompt, and those of some are only looked up."""
+        sides = [
+            next((plan for plan in several if plan.is_looked_up or plan.side is not None), several[0])
+            for several in plans
+        ]
         made: dict[int, Request] = {}
         for side in dict.fromkeys(plan.side for plan in sides):
             places = [index for index, plan in enumerate(sides) if plan.side == side]

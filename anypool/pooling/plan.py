@@ -116,6 +116,7 @@ class PoolingDefaults:
         scores: Of each task that gives scores.
         logit_mean, logit_sigma: Calibration of scores before the activation.
         sparse: Of sparse vectors, where the model gives them.
+        sides: The values of `is_query` that texts may have, where queries and documents have different heads.
         token_vectors: Of a multi-vector model.
     """
 
@@ -127,6 +128,7 @@ class PoolingDefaults:
     logit_mean: float = 0.0
     logit_sigma: float = 1.0
     sparse: SparseDefaults | None = None
+    sides: frozenset[bool | None] | None = None
     token_vectors: TokenVectorDefaults | None = None
 
 
@@ -174,7 +176,7 @@ def make_plan(task: PoolingTask, params: PoolingParams, defaults: PoolingDefault
         _only(params, _TOKEN_VECTOR_FIELDS, task)
         return _token_vector_plan(params, defaults.token_vectors)
     if scores is None:
-        _only(params, _EMBED_FIELDS, task)
+        _only(params, _fields_of(task, defaults), task)
         return _embed_plan(task, params, defaults)
     _only(params, _TOKEN_SCORE_FIELDS if scores.token_level else _SCORE_FIELDS, task)
     columns = scores.returned_columns
@@ -195,18 +197,21 @@ def make_plan(task: PoolingTask, params: PoolingParams, defaults: PoolingDefault
 
 
 def _sparse_plan(params: PoolingParams, defaults: SparseDefaults, model: str) -> PoolingPlan:
-    if params.is_query in defaults.unrouted:
-        raise InvalidParameterError(
-            f"is_query={params.is_query} has no route in {model}: it has one for "
-            f"{' and '.join(sorted(str(side) for side in {True, False, None} - defaults.unrouted))}",
-            param="is_query",
-        )
+    _check_side(params.is_query, frozenset({True, False, None}) - defaults.unrouted, model)
     return PoolingPlan(
         task=PoolingTask.SPARSE_EMBED,
         max_active_dims=params.max_active_dims or defaults.max_active_dims,
         side=params.is_query,
         is_looked_up=params.is_query in defaults.looked_up,
     )
+
+
+def _check_side(is_query: bool | None, sides: frozenset[bool | None], model: str) -> None:
+    if is_query not in sides:
+        raise InvalidParameterError(
+            f"is_query={is_query} has no route in {model}: it has one for {' and '.join(sorted(map(str, sides)))}",
+            param="is_query",
+        )
 
 
 def make_plans(
@@ -245,7 +250,8 @@ def _fields_of(task: PoolingTask, defaults: PoolingDefaults) -> tuple[str, ...]:
         return _SPARSE_FIELDS
     scores = defaults.scores.get(task)
     if scores is None:
-        return _EMBED_FIELDS if task is PoolingTask.EMBED else _EMBED_FIELDS[1:]
+        routed = ("is_query",) if task is PoolingTask.EMBED and defaults.sides is not None else ()
+        return (*_EMBED_FIELDS, *routed)
     return _TOKEN_SCORE_FIELDS if scores.token_level else _SCORE_FIELDS
 
 
@@ -253,7 +259,14 @@ def _embed_plan(task: PoolingTask, params: PoolingParams, defaults: PoolingDefau
     asked = _asked_normalize(params)
     if task is PoolingTask.EMBED:
         dimensions = defaults.dimensions if params.dimensions is None else defaults.size.check(params.dimensions)
-        return PoolingPlan(task=task, normalize=defaults.normalize if asked is None else asked, dimensions=dimensions)
+        if defaults.sides is not None:
+            _check_side(params.is_query, defaults.sides, defaults.size.model)
+        return PoolingPlan(
+            task=task,
+            normalize=defaults.normalize if asked is None else asked,
+            dimensions=dimensions,
+            side=params.is_query,
+        )
     if params.dimensions is not None:
         raise InvalidParameterError(
             f"dimensions={params.dimensions} has no meaning for task {task.value!r}; it goes with 'embed'",

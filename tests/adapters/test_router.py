@@ -12,7 +12,7 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Router, Transformer
-from sentence_transformers.sentence_transformer.modules import Dense, Pooling
+from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
 
 from anypool import LLM, PoolingParams
@@ -20,7 +20,7 @@ from anypool.entrypoints.serve.app import create_app
 from anypool.errors import CheckpointFormatError, InvalidParameterError, UnsupportedArchitectureError
 from tests.adapters.test_sparse import masked_lm, save_sparse, sparse_vectors
 from tests.entrypoints.conftest import Client
-from tests.helpers import HIDDEN, RAGGED, assert_close, copy_of, edit_json, loaded, new_folder, tiny_bert
+from tests.helpers import HIDDEN, RAGGED, assert_close, copy_of, edit_json, loaded, new_folder, tiny_bert, vectors
 
 QUERIES = ["cat cat mat", "the story", "zzz", ""]
 
@@ -145,7 +145,7 @@ def test_weights_in_a_json_file() -> None:
     (table / "idf.json").write_text(json.dumps({"cat": 1.5, "mat": 0.25, "unheard": 0.75}))
     edit_json(table / "config.json", lambda config: config.update(path="idf.json"))
     tokenizer = reference(inference_free()).tokenizer
-    expected = SparseStaticEmbedding.from_json(str(table / "idf.json"), tokenizer).weight
+    expected = SparseStaticEmbedding.from_json(str(table / "idf.json"), tokenizer).weight.detach()
     with loaded(folder) as llm:
         rows = sparse_vectors(llm, ["cat on a mat", "zzz £"], is_query=True)
     ids = [set(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ("cat on a mat", "zzz £")]
@@ -180,13 +180,58 @@ def test_dense_routes_that_are_the_same_load() -> None:
     assert_close(torch.stack([one.outputs.data for one in outputs]), expected)
 
 
-def test_dense_routes_that_differ_are_refused() -> None:
-    first = [Transformer(str(tiny_bert())), Pooling(HIDDEN, "mean")]
-    second = [*first, Dense(HIDDEN, HIDDEN)]
+@cache
+def two_heads(*, is_first: bool) -> Path:
+    """Queries and documents with a Dense each, the router first or after the pooling."""
+    torch.manual_seed(10)
+    shared = [Transformer(str(tiny_bert())), Pooling(HIDDEN, "mean")]
+    heads = {"query": [Dense(HIDDEN, 16)], "document": [Dense(HIDDEN, 16), Dense(16, 16)]}
+    if is_first:
+        modules = [Router({name: [*shared, *head] for name, head in heads.items()}, default_route="document")]
+    else:
+        modules = [*shared, Router(heads, default_route="document")]
     folder = new_folder("router")
-    model = SentenceTransformer(modules=[Router({"query": first, "document": second})], device="cpu")
+    SentenceTransformer(modules=[*modules, Normalize()], device="cpu").save(str(folder), create_model_card=False)
+    return folder
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["router", "after pooling"])
+def test_dense_routes_with_heads_of_their_own(is_first: bool) -> None:
+    folder = two_heads(is_first=is_first)
+    model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    options: dict[str, Any] = {"convert_to_tensor": True, "show_progress_bar": False}
+    queries, documents = model.encode_query(RAGGED, **options), model.encode_document(RAGGED, **options)
+    with loaded(folder) as llm:
+        assert_close(vectors(llm, RAGGED, PoolingParams(is_query=True)), queries)
+        assert_close(vectors(llm, RAGGED, PoolingParams(is_query=False)), documents)
+        assert_close(vectors(llm, RAGGED), documents)
+        sides = [PoolingParams(is_query=i % 2 == 0) for i in range(len(RAGGED))]
+        mixed = [(queries if i % 2 == 0 else documents)[i] for i in range(len(RAGGED))]
+        assert_close(vectors(llm, RAGGED, sides), torch.stack(mixed))
+        scores = [one.outputs.score for one in llm.score(RAGGED[0], RAGGED, use_tqdm=False)]
+        assert_close(torch.tensor(scores), queries[0] @ documents.T)
+        client = Client(create_app(llm.engine))
+        found = client.embed(input=RAGGED[2], input_type="search_query").json()["data"][0]["embedding"]
+        assert_close(torch.tensor(found), queries[2])
+
+
+def test_dense_routes_with_transformers_of_their_own_are_refused() -> None:
+    routes = {name: [Transformer(str(tiny_bert())), Pooling(HIDDEN, "mean")] for name in ("query", "document")}
+    folder = new_folder("router")
+    model = SentenceTransformer(modules=[Router(routes)], device="cpu")
     model.save(str(folder), create_model_card=False)
-    with pytest.raises(UnsupportedArchitectureError, match="the router has the routes query: Transformer, Pooling;"):
+    with pytest.raises(UnsupportedArchitectureError, match="have different transformers or poolings"):
+        LLM(folder, device="cpu")
+
+
+def test_routes_that_nobody_can_ask_for_are_refused() -> None:
+    chain = [Transformer(str(tiny_bert())), Pooling(HIDDEN, "mean")]
+    folder = new_folder("router")
+    model = SentenceTransformer(modules=[Router({"query": chain, "title": [*chain, Dense(HIDDEN, 8)]})], device="cpu")
+    model.save(str(folder), create_model_card=False)
+    with pytest.raises(
+        UnsupportedArchitectureError, match="the router has the routes query: Transformer, Pooling; title"
+    ):
         LLM(folder, device="cpu")
 
 

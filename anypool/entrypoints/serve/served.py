@@ -117,7 +117,13 @@ class ServedModel:
             InvalidParameterError: Its fields contradict each other.
         """
         params = asked.pooling_params
-        if not self.prompts.has_sides or task not in (PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED):
+        defaults = self.engine.loaded.defaults
+        takes_sides = {
+            PoolingTask.TOKEN_EMBED: defaults.token_vectors is not None,
+            PoolingTask.SPARSE_EMBED: defaults.sparse is not None,
+            PoolingTask.EMBED: defaults.sides is not None,
+        }
+        if not self.prompts.has_sides or isinstance(task, list) or not takes_sides.get(task, False):
             return params
         is_query = self.prompts.is_query(input_type=asked.input_type, task=asked.asked_use)
         if is_query is None:
