@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from anypool.adapters.heads import Head, find_head
+from anypool.adapters.late_interaction import build_token_head, read_late_interaction
 from anypool.adapters.lm_head_rows import head_from_config, manifest_head, rows_head
+from anypool.adapters.multi_vector import MultiVector, Vocabulary, serve_token_vectors, token_vector_defaults
 from anypool.adapters.pooling_model import as_pooling_model, score_poolers
 from anypool.adapters.quantization import Quantization, quantize, require_int8
 from anypool.adapters.rerank_templates import (
@@ -58,6 +60,7 @@ class LoadedModel:
         settings: Pooling settings by name, each with who decided it.
         device, dtype: Where and in what the backbone runs.
         quantization: What was quantised and how close it is; None where nothing was.
+        multi_vector: How queries and documents are read, where the checkpoint is about token vectors.
     """
 
     model: nn.Module
@@ -72,6 +75,7 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     quantization: Quantization | None = None
+    multi_vector: MultiVector | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +98,12 @@ class OpenedModel:
 def open_model(engine: EngineConfig) -> OpenedModel:
     """Finds a checkpoint, fetches it where it is a hub id, and reads its small files."""
     repository = Repository.open(engine.model, revision=engine.revision, cache_dir=engine.download_dir)
-    recipe = read_recipe(repository)
+    recipe = read_late_interaction(repository) or read_recipe(repository)
     backbone = repository.subfolder(recipe.backbone)
-    config = ModelConfig.from_pretrained(
-        backbone, overrides=engine.hf_overrides, trust_remote_code=engine.trust_remote_code
-    )
+    overrides = engine.hf_overrides
+    if recipe.multi_vector is not None and recipe.multi_vector.projection is not None:
+        overrides = {"architectures": [], **(overrides or {})}  # the one there is stands for any backbone
+    config = ModelConfig.from_pretrained(backbone, overrides=overrides, trust_remote_code=engine.trust_remote_code)
     return OpenedModel(repository=repository, backbone=backbone, config=config, recipe=recipe)
 
 
@@ -108,6 +113,7 @@ def load_pooling_model(
     *,
     token_id: Callable[[str], int] | None = None,
     encode: Callable[[Sequence[str]], list[list[int]]] | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> LoadedModel:
     """Loads a checkpoint as a pooling model.
 
@@ -116,6 +122,7 @@ def load_pooling_model(
         opened: The checkpoint, where it has been opened already.
         token_id: The tokenizer's id of a token, for heads made of LM-head rows.
         encode: The tokenizer's ids of texts, for comparing a quantised model with itself before.
+        vocabulary: The tokenizer, for checkpoints that name tokens.
 
     Raises:
         ModelLoadError: The checkpoint cannot be found, read or run.
@@ -144,14 +151,22 @@ def load_pooling_model(
     claimed = head.tensors if head is not None else frozenset()
     if engine.convert == "embed":
         head = None
+    task = PoolingTask.TOKEN_EMBED if recipe.multi_vector is not None else _primary_task(head, engine.convert)
     try:
-        pooling_cls: Any = as_pooling_model(model_cls, _primary_task(head, engine.convert))
+        pooling_cls: Any = as_pooling_model(model_cls, task)
     except TypeError as error:
         raise ConfigError(f"{config.architecture} cannot be loaded: {error}") from error
     model: Any = construct(lambda: pooling_cls(config) if own_pooler else pooling_cls(config, head))
     settings = resolve_settings(pooling_cls, config, recipe, user, head)
     types = settings["pooling_type"].value
     dense, size = build_head(opened.repository, recipe.modules, config.hidden_size * len(types))
+    multi_vector = None
+    if recipe.multi_vector is not None:
+        multi_vector = MultiVector.resolve(recipe.multi_vector, vocabulary, name=config.name)
+        token_head, size, projection = build_token_head(
+            opened.repository, recipe.multi_vector, config.hidden_size, checkpoint, name=config.name
+        )
+        claimed |= projection
     progress = engine.use_tqdm_on_load
     if hasattr(model, "load"):
         model.load(opened.backbone, device=device, dtype=dtype, claimed=claimed, progress=progress)
@@ -162,6 +177,8 @@ def load_pooling_model(
     pack_linears(model, leave=_heads(model))
     if own_pooler:
         size = getattr(model, "embedding_size", config.hidden_size)
+    elif multi_vector is not None:
+        serve_token_vectors(model, multi_vector, token_head.to(device), types=types)
     else:
         model.pooler.install(PoolingTask.EMBED, EmbedPooler(types, dense.to(device)))
         if head is not None:
@@ -175,11 +192,13 @@ def load_pooling_model(
             model,
             config,
             leave=_heads(model),
-            types=(PoolingType.MEAN,) if own_pooler else types,
+            types=(PoolingType.MEAN,) if own_pooler or PoolingType.ALL in types else types,
             encode=encode,
             minimum=engine.min_quantized_cosine,
         )
     defaults = pooling_defaults(model, config, settings, size, user, head)
+    if multi_vector is not None:
+        defaults = replace(defaults, token_vectors=token_vector_defaults(multi_vector, defaults))
     if engine.chat_template is not None:
         _refuse_unread_template(model, config, defaults)
     return LoadedModel(
@@ -195,6 +214,7 @@ def load_pooling_model(
         device=device,
         dtype=dtype,
         quantization=quantization,
+        multi_vector=multi_vector,
     )
 
 

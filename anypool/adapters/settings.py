@@ -40,6 +40,8 @@ def resolve_settings(
         types = Setting(asked, _USER)
     elif recipe.types is not None:
         types = Setting(recipe.types, _FILES)
+    elif recipe.multi_vector is not None:
+        types = Setting((PoolingType.ALL,), _FILES)
     else:
         types = Setting((_guess(model_cls, config),), _CLASS)
         if head is None and issubclass(model_cls, PoolingMixin):  # another class has a pooler of its own

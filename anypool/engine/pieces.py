@@ -161,9 +161,11 @@ class KVCache:
 
     def _most_cached(self, request: Request) -> int:
         """Blocks that may be read rather than computed: at least one token of a prompt is computed."""
-        return (len(request) - 1) // self.block_size
+        return 0 if request.num_keys is not None else (len(request) - 1) // self.block_size
 
     def _hashes(self, request: Request) -> list[bytes]:
+        if request.num_keys is not None:
+            return []  # the same ids mean other states where all of them are attended to
         lengths = self.config.frequency_lengths(len(request))
         salt = repr((request.cache_salt, lengths, request.token_type_ids)).encode()
         return block_hashes(request.token_ids, self.block_size, salt)

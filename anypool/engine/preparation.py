@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from anypool.adapters.load import LoadedModel
+from anypool.adapters.multi_vector import MultiVector, Side
 from anypool.adapters.rerank_templates import TemplatedPrompt
 from anypool.engine.fitting import Fitted, Fitting
 from anypool.engine.prompts import Prompt, TextPair, check_prompt, check_text
@@ -77,6 +78,8 @@ class Preparation:
         if isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__len__"):
             raise InvalidPromptError(f"prompts={prompts!r:.80} is not a list of prompts")
         plans = self._plans(len(prompts), task, params)
+        if task is PoolingTask.TOKEN_EMBED and self.loaded.multi_vector is not None:
+            return self._token_vectors(prompts, plans, options, self.loaded.multi_vector)
         limit = self._fitting.limit(options.truncate_prompt_tokens)
         side = self._side(options)
         prefix, skip = self._prompt_prefix(options)
@@ -84,11 +87,7 @@ class Preparation:
         checked = [check_prompt(p.prompt if isinstance(p, SpannedPrompt) else p, i) for i, p in enumerate(prompts)]
         if limit is None:
             self._fitting.refuse_endless(checked)
-        if (options.prompt_name is not None or options.prompt) and any(isinstance(p, list) for p in checked):
-            raise InvalidParameterError(
-                "a prompt is put before text and not before token ids: give texts, or ids that hold the prompt",
-                param="prompt_name",
-            )
+        _refuse_prompt_before_ids(options, checked)
         whole = [prefix + prompt for prompt in checked if isinstance(prompt, str)]
         texts = iter(self._encode(whole, special_tokens=options.special_tokens))
         pieces = self._pieces(checked, prefix)
@@ -110,6 +109,36 @@ class Preparation:
             requests.append(self._request(tokens, plan, index, best=isinstance(prompt, (TextPair, TemplatedPrompt))))
         return requests
 
+    def _token_vectors(
+        self, prompts: Sequence[Any], plans: Sequence[PoolingPlan], options: PromptOptions, multi_vector: MultiVector
+    ) -> list[Request]:
+        """Requests for the token vectors of queries and documents, which are read each in their way."""
+        checked = [check_prompt(prompt, index) for index, prompt in enumerate(prompts)]
+        _refuse_prompt_before_ids(options, checked)
+        asked, end = options.truncate_prompt_tokens, self._side(options)
+        if asked is None:
+            self._fitting.refuse_endless(checked)
+        sides = [multi_vector.side(is_query=plan.is_query) for plan in plans]
+        prefixes = {which: self._prompt_prefix(_with_own_prompt(options, which))[0] for which in dict.fromkeys(sides)}
+        texts = [prefixes[which] + one for which, one in zip(sides, checked, strict=True) if isinstance(one, str)]
+        encoded = iter(self._encode(texts, special_tokens=options.special_tokens))
+        requests = []
+        for index, (prompt, which, plan) in enumerate(zip(checked, sides, plans, strict=True)):
+            if isinstance(prompt, (TextPair, TemplatedPrompt)):
+                raise InvalidPromptError(
+                    f"input {index} is a pair of texts, and {self.loaded.config.name} reads each text by itself"
+                )
+            ids = next(encoded) if isinstance(prompt, str) else prompt
+            tokens = self._fitting.one_side(which, ids, index, asked, side=end)
+            self._check_ids(tokens, index, plan)
+            if not which.kept.keeps_any(tokens.ids):
+                raise InvalidPromptError(
+                    f"input {index} has no vectors: all of its {len(tokens.ids)} tokens are ones that "
+                    f"{self.loaded.config.name} leaves out, such as punctuation"
+                )
+            requests.append(self._request(tokens, plan, index, best=False))
+        return requests
+
     def _request(self, tokens: Fitted, plan: PoolingPlan, index: int, *, best: bool) -> Request:
         """A request for a prompt, or one whose parts are its windows; for scores the `best` of these counts."""
         name = str(next(self._ids))
@@ -120,6 +149,7 @@ class Preparation:
                 plan=plan,
                 token_type_ids=tokens.types,
                 skip=tokens.skip,
+                num_keys=tokens.num_keys,
                 num_truncated_tokens=tokens.truncated,
             )
         combine = combination(plan, tokens.windows, tokens.ids, best=best, defaults=self.loaded.defaults)
@@ -258,7 +288,10 @@ class Preparation:
         vocab = self.loaded.config.vocab_size
         if min(ids) < 0 or max(ids) >= vocab:
             wrong = next(i for i in ids if not 0 <= i < vocab)
-            raise InvalidPromptError(f"input {index} has the token id {wrong}; this model's ids are 0 to {vocab - 1}")
+            raise InvalidPromptError(
+                f"input {index} has the token id {wrong}; this model's ids are 0 to {vocab - 1}: "
+                "it may be of another tokenizer, and texts are safer"
+            )
         if tokens.skip >= len(ids):
             raise InvalidPromptError(
                 f"input {index} has no tokens left to pool: all {len(ids)} belong to the prompt, "
@@ -269,3 +302,18 @@ class Preparation:
                 f"input {index} has no step tag: the token {plan.step_tag_id} must stand after each step",
                 param="step_tag_id",
             )
+
+
+def _refuse_prompt_before_ids(options: PromptOptions, prompts: Sequence[object]) -> None:
+    if (options.prompt_name is not None or options.prompt) and any(isinstance(prompt, list) for prompt in prompts):
+        raise InvalidParameterError(
+            "a prompt is put before text and not before token ids: give texts, or ids that hold the prompt",
+            param="prompt_name",
+        )
+
+
+def _with_own_prompt(options: PromptOptions, which: Side) -> PromptOptions:
+    """The options with the prompt of a side, where the caller names none."""
+    if which.prompt_name is None or options.prompt is not None or options.prompt_name is not None:
+        return options
+    return replace(options, prompt_name=which.prompt_name)

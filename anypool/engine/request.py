@@ -35,6 +35,7 @@ class Request:
         plan: What it gets.
         token_type_ids: Segment ids of a text pair, for models that have them; None where all are 0.
         skip: Leading tokens that are not pooled.
+        num_keys: Leading tokens that are attended to; None for all. Such a prompt is run whole.
         num_truncated_tokens: Ids that were cut off.
         num_cached_tokens: Ids whose keys were read from the prefix cache; known when the future is done.
         priority: Smaller ones run earlier.
@@ -56,6 +57,7 @@ class Request:
     plan: PoolingPlan
     token_type_ids: list[int] | None = None
     skip: int = 0
+    num_keys: int | None = None
     num_truncated_tokens: int = 0
     num_cached_tokens: int = 0
     priority: int = 0

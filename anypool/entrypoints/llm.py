@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -194,10 +195,23 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        is_query: bool | None = None,
         **arguments: Unpack[PromptArguments],
     ) -> list[PoolingRequestOutput]:
-        """One vector per token; `outputs.data` is `[tokens, D]`. Arguments and errors as for `embed`."""
-        return self._raw(prompts, PoolingTask.TOKEN_EMBED, pooling_params, arguments)
+        """One vector per token; `outputs.data` is `[tokens, D]`. Arguments and errors as for `embed`.
+
+        A multi-vector model, such as a ColBERT, reads queries and documents each in its way and projects its states:
+        `[vectors, E]`, of which a query may have more than tokens, and a document fewer.
+
+        Args:
+            prompts: As for `embed`.
+            pooling_params: As for `embed`; also `pool_factor` and `token_pooling`, for documents of such a model.
+            is_query: For such a model: whether the prompts are queries; documents where neither this nor
+                `pooling_params` says so.
+            **arguments: As for `embed`.
+        """
+        return self._raw(prompts, PoolingTask.TOKEN_EMBED, _of_side(pooling_params, is_query), arguments)
 
     def token_classify(
         self,
@@ -264,10 +278,11 @@ class LLM:
     ) -> list[ScoringRequestOutput]:
         """Scores pairs of texts, one with one, one with several, or several with as many.
 
-        A cross-encoder or reranker reads the pair; any other model compares embeddings, by the checkpoint's own
-        similarity or by cosine. Pairs that are too long are cut, a reranker's template never; pass
-        `truncate_prompt_tokens=None` to get an error instead. With `enable_chunked_processing` they are not cut: the
-        second text is run in windows, and the highest score counts.
+        A cross-encoder or reranker reads the pair. A multi-vector model compares token vectors by MaxSim, the first
+        text of a pair as the query. Any other model compares embeddings, by the checkpoint's own similarity or by
+        cosine. Pairs that are too long are cut, a reranker's template never; pass `truncate_prompt_tokens=None` to get
+        an error instead. With `enable_chunked_processing` they are not cut: the second text is run in windows, and the
+        highest score counts.
 
         Args:
             data_1: The first text of each pair, or the one of all: the query.
@@ -454,6 +469,19 @@ def _options(arguments: PromptArguments) -> PromptOptions:
             raise InvalidParameterError(f"tokenization_kwargs has {key!r}; known: {', '.join(values)}", param=key)
         values[key] = value
     return PromptOptions(prompt_name=arguments.get("prompt_name"), prompt=arguments.get("prompt"), **values)
+
+
+def _of_side(
+    params: PoolingParams | Sequence[PoolingParams] | None, is_query: bool | None
+) -> PoolingParams | Sequence[PoolingParams] | None:
+    """The parameters with the side that a call names, in place of what they say themselves."""
+    if is_query is None:
+        return params
+    if isinstance(params, (list, tuple)):
+        return [replace(one, is_query=is_query) if isinstance(one, PoolingParams) else one for one in params]
+    if params is None or isinstance(params, PoolingParams):
+        return replace(params or PoolingParams(), is_query=is_query)
+    return params
 
 
 def _common(request: Request) -> dict[str, Any]:

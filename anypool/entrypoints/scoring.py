@@ -41,6 +41,7 @@ class Job:
 
     prompts: Sequence[Any]
     task: PoolingTask
+    params: PoolingParams | None
     options: PromptOptions
 
 
@@ -114,7 +115,7 @@ def score_pairs(
     plan = plan_scores(
         engine, left, right, params=params, options=options, template=template, instruction=instruction, roles=roles
     )
-    return plan.finish([run(job.prompts, job.task, params, job.options) for job in plan.jobs])
+    return plan.finish([run(job.prompts, job.task, job.params, job.options) for job in plan.jobs])
 
 
 def plan_scores(
@@ -153,15 +154,15 @@ def plan_scores(
                 param="task",
             )
         pairs = _pairs(engine, left, right, template or loaded.rerank_template, instruction, options)
-        return ScoringPlan((Job(pairs, PoolingTask.CLASSIFY, options),), _one_score_each)
+        return ScoringPlan((Job(pairs, PoolingTask.CLASSIFY, params, options),), _one_score_each)
     for name, given in (("chat_template", template), ("instruction", instruction)):
         if given is not None:
             raise InvalidParameterError(
                 f"{loaded.config.name} reads each text by itself, so it takes no {name}", param=name
             )
     if _compares_tokens(engine):
-        return _late_interaction(left, right, options)
-    return _embeddings(engine, left, right, options, roles)
+        return _late_interaction(engine, left, right, params, options)
+    return _embeddings(engine, left, right, params, options, roles)
 
 
 def reads_pairs(engine: Engine) -> bool:
@@ -212,7 +213,14 @@ def _pairs(
     return [template.render(query, document, instruction) for query, document in texts]
 
 
-def _embeddings(engine: Engine, left: list[str], right: list[str], options: PromptOptions, roles: bool) -> ScoringPlan:
+def _embeddings(
+    engine: Engine,
+    left: list[str],
+    right: list[str],
+    params: PoolingParams | None,
+    options: PromptOptions,
+    roles: bool,
+) -> ScoringPlan:
     recipe = engine.loaded.recipe
     by_user = options.prompt is not None or options.prompt_name is not None
     compare = similarity(recipe.similarity_fn_name)
@@ -222,14 +230,10 @@ def _embeddings(engine: Engine, left: list[str], right: list[str], options: Prom
         if roles and not by_user and names[0] in recipe.prompts:
             own = next((name for name in names if recipe.prompts.get(name)), names[0])
             chosen = replace(options, prompt_name=own)
-        jobs.append(Job(list(dict.fromkeys(texts)), PoolingTask.EMBED, chosen))
+        jobs.append(Job(list(dict.fromkeys(texts)), PoolingTask.EMBED, params, chosen))
 
     def finish(ran: Sequence[Ran]) -> Scores:
-        sides = [
-            dict(zip(job.prompts, zip(requests, results, strict=True), strict=True))
-            for job, (requests, results) in zip(jobs, ran, strict=True)
-        ]
-        pairs = [(sides[0][a], sides[1][b]) for a, b in zip(left, right, strict=True)]
+        pairs = _matched(jobs, ran, left, right)
         if not pairs:
             return []
         scores_N = run_apart(
@@ -240,14 +244,34 @@ def _embeddings(engine: Engine, left: list[str], right: list[str], options: Prom
     return ScoringPlan(tuple(jobs), finish)
 
 
-def _late_interaction(left: list[str], right: list[str], options: PromptOptions) -> ScoringPlan:
-    distinct = list(dict.fromkeys([*left, *right]))
+def _matched(jobs: Sequence[Job], ran: Sequence[Ran], left: list[str], right: list[str]) -> list[tuple[Any, Any]]:
+    """The request and the result of both texts of each pair, of jobs that ran each distinct text once."""
+    sides = [
+        dict(zip(job.prompts, zip(requests, results, strict=True), strict=True))
+        for job, (requests, results) in zip(jobs, ran, strict=True)
+    ]
+    return [(sides[0][a], sides[1][b]) for a, b in zip(left, right, strict=True)]
+
+
+def _late_interaction(
+    engine: Engine, left: list[str], right: list[str], params: PoolingParams | None, options: PromptOptions
+) -> ScoringPlan:
+    """MaxSim of queries, on the left, with documents; each distinct text is run once."""
+    multi_vector = engine.loaded.multi_vector
+    of_queries = of_documents = params
+    if multi_vector is not None:  # a class with a pooler of its own may know no sides
+        asked = params or PoolingParams()
+        of_queries = replace(asked, is_query=True, pool_factor=None, token_pooling=None)
+        of_documents = replace(asked, is_query=False)
+    jobs = [
+        Job(list(dict.fromkeys(texts)), PoolingTask.TOKEN_EMBED, of_side, options)
+        for texts, of_side in ((left, of_queries), (right, of_documents))
+    ]
+    by_mean = multi_vector is not None and multi_vector.recipe.similarity == "meanmaxsim"
 
     def finish(ran: Sequence[Ran]) -> Scores:
-        [(requests, results)] = ran
-        vectors = dict(zip(distinct, zip(requests, results, strict=True), strict=True))
-        pairs = [(vectors[a], vectors[b]) for a, b in zip(left, right, strict=True)]
-        scores = run_apart(lambda: [maxsim(a[1], b[1]) for a, b in pairs])
+        pairs = _matched(jobs, ran, left, right)
+        scores = run_apart(lambda: [maxsim(a[1], b[1]) / (len(a[1]) if by_mean else 1) for a, b in pairs])
         return [(score, [a[0], b[0]]) for score, (a, b) in zip(scores, pairs, strict=True)]
 
-    return ScoringPlan((Job(distinct, PoolingTask.TOKEN_EMBED, options),), finish)
+    return ScoringPlan(tuple(jobs), finish)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from anypool.errors import InvalidParameterError, UnsupportedTaskError
 from anypool.pooling.params import PoolingParams
 from anypool.pooling.tasks import PoolingTask
+from anypool.pooling.token_pooling import TokenPooling, token_pooling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,25 @@ class ScoreDefaults:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TokenVectorDefaults:
+    """What a request for the token vectors of a multi-vector model gets where it asks for nothing.
+
+    Attributes:
+        size: Sizes of the vectors.
+        normalize: Whether they are normalised.
+        dimensions: How many dimensions are kept; None keeps all.
+        pooling: What is done to documents in the end.
+        variant: The name in `TOKEN_POOLINGS` of the way of its library.
+    """
+
+    size: EmbeddingSize
+    normalize: bool
+    dimensions: int | None = None
+    pooling: TokenPooling | None = None
+    variant: str = "sentence-transformers"
+
+
+@dataclass(frozen=True, kw_only=True)
 class PoolingDefaults:
     """What a request gets where it asks for nothing: the engine's settings over the checkpoint's over the class's.
 
@@ -76,6 +96,7 @@ class PoolingDefaults:
         dimensions: How many dimensions are kept; None keeps all.
         scores: Of each task that gives scores.
         logit_mean, logit_sigma: Calibration of scores before the activation.
+        token_vectors: Of a multi-vector model.
     """
 
     tasks: tuple[PoolingTask, ...]
@@ -85,6 +106,7 @@ class PoolingDefaults:
     scores: Mapping[PoolingTask, ScoreDefaults] = field(default_factory=dict)
     logit_mean: float = 0.0
     logit_sigma: float = 1.0
+    token_vectors: TokenVectorDefaults | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +126,12 @@ class PoolingPlan:
     returned_columns: tuple[int, ...] | None = None
     reported_column: int | None = None
     spans: tuple[tuple[int, int], ...] = ()
+    is_query: bool = False
+    token_pooling: TokenPooling | None = None
 
 
 _EMBED_FIELDS = ("dimensions", "normalize", "use_activation")
+_TOKEN_VECTOR_FIELDS = (*_EMBED_FIELDS, "is_query", "pool_factor", "token_pooling")
 _SCORE_FIELDS = ("activation", "use_activation")
 _TOKEN_SCORE_FIELDS = (*_SCORE_FIELDS, "step_tag_id", "returned_token_ids")
 
@@ -116,6 +141,9 @@ def make_plan(task: PoolingTask, params: PoolingParams, defaults: PoolingDefault
     if task not in defaults.tasks:
         raise UnsupportedTaskError(_not_served(task, defaults), param="task")
     scores = defaults.scores.get(task)
+    if task is PoolingTask.TOKEN_EMBED and defaults.token_vectors is not None:
+        _only(params, _TOKEN_VECTOR_FIELDS, task)
+        return _token_vector_plan(params, defaults.token_vectors)
     if scores is None:
         _only(params, _EMBED_FIELDS, task)
         return _embed_plan(task, params, defaults)
@@ -138,13 +166,7 @@ def make_plan(task: PoolingTask, params: PoolingParams, defaults: PoolingDefault
 
 
 def _embed_plan(task: PoolingTask, params: PoolingParams, defaults: PoolingDefaults) -> PoolingPlan:
-    asked = params.normalize
-    if params.use_activation is not None:
-        if asked is not None and asked != params.use_activation:
-            raise InvalidParameterError(
-                f"normalize={asked} and use_activation={params.use_activation} contradict each other", param="normalize"
-            )
-        asked = params.use_activation
+    asked = _asked_normalize(params)
     if task is PoolingTask.EMBED:
         dimensions = defaults.dimensions if params.dimensions is None else defaults.size.check(params.dimensions)
         return PoolingPlan(task=task, normalize=defaults.normalize if asked is None else asked, dimensions=dimensions)
@@ -157,12 +179,53 @@ def _embed_plan(task: PoolingTask, params: PoolingParams, defaults: PoolingDefau
     return PoolingPlan(task=task, normalize=task is PoolingTask.TOKEN_EMBED if asked is None else asked)
 
 
+def _asked_normalize(params: PoolingParams) -> bool | None:
+    if params.use_activation is None:
+        return params.normalize
+    if params.normalize is not None and params.normalize != params.use_activation:
+        raise InvalidParameterError(
+            f"normalize={params.normalize} and use_activation={params.use_activation} contradict each other",
+            param="normalize",
+        )
+    return params.use_activation
+
+
+def _token_vector_plan(params: PoolingParams, defaults: TokenVectorDefaults) -> PoolingPlan:
+    asked = _asked_normalize(params)
+    return PoolingPlan(
+        task=PoolingTask.TOKEN_EMBED,
+        normalize=defaults.normalize if asked is None else asked,
+        dimensions=defaults.dimensions if params.dimensions is None else defaults.size.check(params.dimensions),
+        is_query=params.is_query is True,
+        token_pooling=_token_pooling(params, defaults),
+    )
+
+
+def _token_pooling(params: PoolingParams, defaults: TokenVectorDefaults) -> TokenPooling | None:
+    """What is done to a document's vectors: the checkpoint's own way, or what is asked for in its place."""
+    if params.pool_factor is None:
+        if params.token_pooling is not None:
+            raise InvalidParameterError(
+                f"token_pooling={params.token_pooling!r} needs pool_factor, such as 2 for half as many vectors",
+                param="token_pooling",
+            )
+        return None if params.is_query else defaults.pooling
+    if params.is_query:
+        raise InvalidParameterError(
+            f"pool_factor={params.pool_factor} has no meaning for queries: only documents are pooled",
+            param="pool_factor",
+        )
+    return token_pooling(params.token_pooling or defaults.variant, params.pool_factor)
+
+
 def _only(params: PoolingParams, allowed: tuple[str, ...], task: PoolingTask) -> None:
     for one in fields(params):
         value = getattr(params, one.name)
         if value is not None and one.name not in allowed:
             raise InvalidParameterError(
-                f"{one.name}={value!r} has no meaning for task {task.value!r}, which takes {', '.join(allowed)}",
+                f"{one.name}={value!r} has no meaning for task {task.value!r}"
+                f"{' of this model, which is no multi-vector model' if one.name in _TOKEN_VECTOR_FIELDS[3:] else ''}, "
+                f"which takes {', '.join(allowed)}",
                 param=one.name,
             )
 

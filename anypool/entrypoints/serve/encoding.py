@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -165,9 +166,8 @@ def _bytes_answer(
                 f"{_MOST_DESCRIBED}: use bytes_only, or send several requests",
                 param="encoding_format",
             )
-        answer.headers["metadata"] = orjson.dumps(
-            {**head, "data": list(_places(packed, form)), "usage": usage}
-        ).decode()
+        # In ASCII: the request's id, which may hold anything, is in it, and headers hold little more.
+        answer.headers["metadata"] = json.dumps({**head, "data": list(_places(packed, form)), "usage": usage})
     return answer
 
 

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from anypool.adapters.chat_templates import ConversationTemplate, conversation_template
 from anypool.adapters.heads import labels_of
+from anypool.adapters.template_limits import LONGEST_RENDER_S, at_most
 from anypool.config import require
 from anypool.engine.async_engine import AsyncEngine
 from anypool.engine.engine import Engine
 from anypool.engine.preparation import PromptOptions
 from anypool.engine.request import Request
+from anypool.engine.spans import SpannedPrompt
 from anypool.engine.tokenization import Tokenizer
 from anypool.entrypoints.cli_info import describe
 from anypool.entrypoints.serve.http_errors import HTTPError
 from anypool.entrypoints.serve.prompt_names import NamedPrompts
 from anypool.entrypoints.serve.schemas.chat import ChatFields
+from anypool.entrypoints.serve.schemas.common import CommonFields
 from anypool.errors import InvalidParameterError, InvalidPromptError, PromptTooLongError
 from anypool.pooling.params import PoolingParams
 from anypool.pooling.tasks import PoolingTask
+
+logger = logging.getLogger(__name__)
 
 # Characters of a text that is cut to what the model takes: this many, or so many per token where that is more.
 _LONGEST_TEXT = 1_000_000
@@ -43,8 +52,9 @@ class ServedModel:
         self.trusts_templates = trusts_templates
         self.created = int(time.time())
         self.name = served_name(engine)
-        self.prompts = NamedPrompts(engine.loaded.recipe.prompts)
+        self.prompts = NamedPrompts(engine.loaded.recipe.prompts, has_sides=engine.loaded.multi_vector is not None)
         self.in_windows = engine.loaded.pooler_config.enable_chunked_processing
+        self._has_warned_of_ids = False
 
     @cached_property
     def kind(self) -> str:
@@ -53,11 +63,23 @@ class ServedModel:
         scores = loaded.defaults.scores
         if loaded.head is not None and loaded.head.is_reward:
             return "reward"
+        if PoolingTask.CLASSIFY in scores and scores[PoolingTask.CLASSIFY].columns == 1:
+            return "reranker" if self._scores_pairs else "reward"
         if PoolingTask.CLASSIFY in scores:
-            return "reranker" if scores[PoolingTask.CLASSIFY].columns == 1 else "classifier"
+            return "classifier"
         if PoolingTask.TOKEN_CLASSIFY in scores:
             return "classifier"
         return "reward" if PoolingTask.REWARD in scores else "embedding"
+
+    @property
+    def _scores_pairs(self) -> bool:
+        """Whether its one score is about a pair: of causal models, only those whose files say so, or have a template.
+
+        Reward models such as Skywork's are saved like a reranker without either.
+        """
+        loaded = self.engine.loaded
+        is_encoder = getattr(loaded.model, "attn_type", None) == "encoder_only"
+        return is_encoder or loaded.recipe.is_cross_encoder or loaded.rerank_template is not None
 
     @cached_property
     def card(self) -> dict[str, Any]:
@@ -80,7 +102,23 @@ class ServedModel:
                     "messages hold their own instructions: leave the prompt out", param="prompt"
                 )
             prompts, options = self.render(asked), _without_prompt(options)
-        return self.requests(prompts, task, asked.pooling_params, options)
+        return self.requests(prompts, task, self.params(asked, task), options)
+
+    def params(self, asked: CommonFields, task: PoolingTask) -> PoolingParams:
+        """What a body asks of the results; for token vectors of a multi-vector model also on which side its inputs are.
+
+        Raises:
+            InvalidParameterError: Its fields contradict each other.
+        """
+        params = asked.pooling_params
+        if not self.prompts.has_sides or task is not PoolingTask.TOKEN_EMBED:
+            return params
+        is_query = self.prompts.is_query(input_type=asked.input_type, task=asked.asked_use)
+        if is_query is None:
+            return params
+        if params.is_query is not None and params.is_query != is_query:
+            raise InvalidParameterError(f"is_query={params.is_query} contradicts input_type or task", param="is_query")
+        return replace(params, is_query=is_query)
 
     def requests(
         self, prompts: Sequence[Any], task: PoolingTask, params: PoolingParams, options: PromptOptions
@@ -91,8 +129,25 @@ class ServedModel:
             InvalidRequestError: A prompt or a parameter cannot be served.
         """
         for index, prompt in enumerate(prompts):
-            self.check_length(prompt, index)
+            self.check_length(prompt.prompt if isinstance(prompt, SpannedPrompt) else prompt, index)
+        if prompts and isinstance(prompts[0], list):
+            self._look_at_ids(prompts[0])
         return self.engine.prepare(prompts, task, params, options)
+
+    def _look_at_ids(self, ids: list[int]) -> None:
+        """Warns once of ids that the model's tokenizer would not give: they may be of another one."""
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None or self._has_warned_of_ids:
+            return
+        before, after = tokenizer.prefix_ids, tokenizer.suffix_ids
+        if ids[: len(before)] != before or ids[len(ids) - len(after) :] != after:
+            self._has_warned_of_ids = True
+            logger.warning(
+                "%s: a request has token ids without the special tokens of the model's tokenizer. If they are of "
+                "another tokenizer, as LangChain sends by default, their results mean nothing: send texts "
+                "(check_embedding_ctx_length=False)",
+                self.name,
+            )
 
     def check_length(self, prompt: object, index: int) -> None:
         """Refuses a text that is endless; windows, which run the whole of a text, have a limit of their own."""
@@ -109,6 +164,10 @@ class ServedModel:
             InvalidRequestError: There is no template for them, or it is the request's and may not be used.
         """
         template = self._template(asked)
+        with at_most(LONGEST_RENDER_S) if asked.chat_template is not None else nullcontext():
+            return self._rendered(asked, template)
+
+    def _rendered(self, asked: ChatFields, template: ConversationTemplate) -> list[str]:
         return [
             template.render(
                 conversation,
@@ -170,7 +229,7 @@ def served_name(engine: Engine) -> str:
     name, model = engine.config.served_model_name, engine.config.model
     if name is not None and name != model:
         return name
-    path = Path(model).expanduser().resolve()
+    path = Path(os.path.abspath(Path(model).expanduser()))  # a link keeps its own name
     if path.is_dir():
         return path.name
     return path.stem if path.is_file() else model

@@ -18,6 +18,7 @@ from anypool.config import require
 from anypool.engine.engine import Engine
 from anypool.entrypoints.serve.access_log import JsonFormatter
 from anypool.entrypoints.serve.app import create_app
+from anypool.entrypoints.serve.protocol import BoundedProtocol
 from anypool.entrypoints.serve.state import ServerState
 from anypool.entrypoints.server_options import ServerOptions
 
@@ -63,6 +64,7 @@ def serve(engines: Sequence[Engine], sock: socket.socket, options: ServerOptions
     app = create_app(engines, options)
     config = uvicorn.Config(
         app,
+        http=BoundedProtocol,
         access_log=False,
         log_config=None,
         backlog=_BACKLOG,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from starlette.responses import Response
 
 from anypool.engine.request import Request
+from anypool.engine.spans import SpannedPrompt
 from anypool.entrypoints.serve.call import Call, Work
 from anypool.entrypoints.serve.encoding import (
     Form,
@@ -33,6 +35,7 @@ from anypool.entrypoints.serve.schemas.pooling import (
     RewardResponse,
 )
 from anypool.entrypoints.serve.served import ServedModel
+from anypool.errors import InvalidParameterError
 from anypool.pooling.tasks import PoolingTask, encode2pooling_task, parse_task
 
 Encode = Callable[[list[torch.Tensor], Stamp], Response]
@@ -42,14 +45,30 @@ def embeddings(asked: EmbeddingRequest, model: ServedModel) -> Work:
     """Vectors of texts, token ids or conversations."""
     encoding, dtype = asked.form
     form = Form(encoding=encoding, dtype=dtype, endianness=asked.endianness or "little")
-    requests = model.prepare(asked.input or [], PoolingTask.EMBED, asked)
+    if asked.late_chunking:
+        requests = _late_chunks(asked, model)
+    else:
+        requests = model.prepare(asked.input or [], PoolingTask.EMBED, asked)
 
     def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
-        return rows_answer(
-            list(as_matrix(results)), form, stamp.head("embd"), usage_of(requests), kind="embedding", key="embedding"
-        )
+        rows = as_array(results[0]) if asked.late_chunking else as_matrix(results)
+        return rows_answer(list(rows), form, stamp.head("embd"), usage_of(requests), kind="embedding", key="embedding")
 
     return Work(requests=requests, encode=encode)
+
+
+def _late_chunks(asked: EmbeddingRequest, model: ServedModel) -> list[Request]:
+    """One request for all texts, as they follow each other, with a vector for the place of each."""
+    texts = [text for text in asked.input or [] if isinstance(text, str)]
+    ends = list(itertools.accumulate(map(len, texts)))
+    places = tuple(zip([0, *ends], ends, strict=False))
+    try:
+        prompt = SpannedPrompt("".join(texts), places, in_tokens=False)
+        return model.prepare([prompt], PoolingTask.EMBED, asked)
+    except InvalidParameterError as error:
+        if error.param != "spans":
+            raise
+        raise InvalidParameterError(f"late_chunking: {error}", param="input") from error
 
 
 def pooling(asked: PoolingRequest, model: ServedModel) -> Work:

@@ -42,10 +42,10 @@ def embed(asked: TEIRequest, model: ServedModel) -> Work:
 
 
 def embed_all(asked: TEIRequest, model: ServedModel) -> Work:
-    """A vector per token of each input, not scaled unless that is asked for."""
+    """A vector per token of each input; not scaled unless that is asked for, but for those of a multi-vector model."""
     options = asked.prompt_options(model.prompts, in_windows=model.in_windows)
-    params = asked.pooling_params
-    if params.normalize is None and params.use_activation is None:
+    params = model.params(asked, PoolingTask.TOKEN_EMBED)
+    if params.normalize is None and params.use_activation is None and model.engine.loaded.multi_vector is None:
         params = replace(params, normalize=False)
     requests = model.requests(asked.inputs, PoolingTask.TOKEN_EMBED, params, options)
 

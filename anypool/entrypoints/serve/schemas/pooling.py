@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from anypool.entrypoints.serve.schemas.chat import ChatFields
-from anypool.entrypoints.serve.schemas.common import LabelFields, Usage
+from anypool.entrypoints.serve.schemas.common import LabelFields, TokenVectorFields, Usage
 from anypool.entrypoints.serve.schemas.encoding import EncodingFields
 from anypool.errors import InvalidParameterError
 from anypool.pooling.params import PoolingParams
@@ -28,10 +28,10 @@ class _StepFields(ChatFields):
         )
 
 
-class PoolingRequest(_StepFields, EncodingFields):
+class PoolingRequest(_StepFields, EncodingFields, TokenVectorFields):
     """What is run, and what it gets: `task` is one of embed, classify, reward, token_embed and token_classify."""
 
-    dimensions: int | None = Field(None, description="For embed: how many leading dimensions to keep.")
+    dimensions: int | None = Field(None, description="Of vectors: how many leading dimensions to keep.")
     return_token_ids: bool | None = Field(None, description="Whether the ids that were run are returned as well.")
 
     def model_post_init(self, context: Any) -> None:
@@ -43,7 +43,7 @@ class PoolingRequest(_StepFields, EncodingFields):
             )
 
     @property
-    def _asked_use(self) -> str | None:
+    def asked_use(self) -> str | None:
         return None  # here `task` is the pooling task
 
     @property
@@ -55,6 +55,9 @@ class PoolingRequest(_StepFields, EncodingFields):
             use_activation=self.use_activation,
             step_tag_id=self.step_tag_id,
             returned_token_ids=self.returned_token_ids,
+            is_query=self.is_query,
+            pool_factor=self.pool_factor,
+            token_pooling=self.token_pooling,
         )
 
 

@@ -6,7 +6,15 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, RootModel, ValidationInfo, WithJsonSchema
 
-from anypool.entrypoints.serve.schemas.common import CommonFields, Inputs, LabelFields, Texts, check_count, kind_of
+from anypool.entrypoints.serve.schemas.common import (
+    CommonFields,
+    Inputs,
+    LabelFields,
+    Texts,
+    TokenVectorFields,
+    check_count,
+    kind_of,
+)
 from anypool.errors import InvalidPromptError
 from anypool.pooling.params import PoolingParams
 
@@ -15,7 +23,7 @@ class EmptyInputError(InvalidPromptError):
     """Nothing was given, which text-embeddings-inference has an answer of its own for."""
 
 
-class TEIRequest(CommonFields):
+class TEIRequest(TokenVectorFields):
     """Inputs that are too long are cut unless `truncate` is false."""
 
     TRUNCATES: ClassVar[bool] = True
@@ -34,6 +42,9 @@ class TEIRequest(CommonFields):
             normalize=self.normalize,
             activation=self.activation,
             use_activation=self.use_activation,
+            is_query=self.is_query,
+            pool_factor=self.pool_factor,
+            token_pooling=self.token_pooling,
         )
 
 
