@@ -329,7 +329,7 @@ class EngineConfig:
             f"stuck_after_s={self.stuck_after_s!r} is not a positive number of seconds",
         )
         require(
-            self.max_queue_s is None or (_is_number(self.max_queue_s) and self.max_queue_s > 0),
+            self.max_queue_s is None or (is_number(self.max_queue_s) and self.max_queue_s > 0),
             f"max_queue_s={self.max_queue_s!r} is not a positive number of seconds, or None",
         )
         require(

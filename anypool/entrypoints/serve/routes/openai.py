@@ -93,10 +93,20 @@ def pooling(asked: PoolingRequest, model: ServedModel) -> Work:
             kind="pooling",
             key="data",
             shapes=True,
-            token_ids=[request.token_ids for request in requests] if asked.return_token_ids else None,
+            extras=[_tokens_of(request, model) for request in requests] if asked.return_token_ids else None,
         )
 
     return Work(requests=requests, encode=encode)
+
+
+def _tokens_of(request: Request, model: ServedModel) -> dict[str, Any]:
+    """The ids that were run; of token vectors, to which of them the rows belong, where some have none."""
+    ids, multi_vector, plan = request.token_ids, model.engine.loaded.multi_vector, request.plan
+    found: dict[str, Any] = {"prompt_token_ids": ids}
+    if multi_vector is not None and plan.task is PoolingTask.TOKEN_EMBED and plan.token_pooling is None:
+        kept = multi_vector.side(is_query=plan.is_query).kept
+        found["row_places"] = [place for place, one in enumerate(ids) if kept.keeps(one)]
+    return found
 
 
 def classify(asked: ClassifyRequest, model: ServedModel) -> Work:
