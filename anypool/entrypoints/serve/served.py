@@ -123,7 +123,7 @@ class ServedModel:
             PoolingTask.SPARSE_EMBED: defaults.sparse is not None,
             PoolingTask.EMBED: defaults.sides is not None,
         }
-        if not self.prompts.has_sides or isinstance(task, list) or not takes_sides.get(task, False):
+        if not isinstance(task, PoolingTask) or not self.prompts.has_sides or not takes_sides.get(task, False):
             return params
         is_query = self.prompts.is_query(input_type=asked.input_type, task=asked.asked_use)
         if is_query is None:

@@ -26,11 +26,12 @@ export function cards({ info, name }) {
       ...head(card.head),
     ]),
     group("Pooling", [
-      ["Vector", `${number(card.embedding_size)} dimensions`],
+      ["Vector", card.multi_vector ? null : `${number(card.embedding_size)} dimensions`],
       ["Trained sizes", card.trained_dimensions?.join(", ")],
       ...Object.entries(card.pooling).map(([key, setting]) => [words(key), said(setting)]),
       ["Modules", card.modules.map((module) => module.type).join(", ")],
     ]),
+    ...multiVector(card.multi_vector),
     group("Input", [
       ["Longest", `${number(card.max_model_len)} tokens${card.enable_chunked_processing ? "; longer ones in windows" : ""}`],
       ["Vocabulary", `${number(card.vocab_size)} tokens`],
@@ -61,6 +62,20 @@ function head(facts) {
     [layer.name, layer.in_features === null ? "" : `${layer.in_features} → ${layer.out_features}`, layer.activation ?? ""]
       .filter(Boolean).join(" "));
   return [["Head", `${layers.join(", ")}, per ${facts.per}`], ["Labels", tags(facts.labels)]];
+}
+
+function multiVector(facts) {
+  if (!facts) return [];
+  const side = ({ marker, length, expanded_to: expanded, skipped_tokens: skipped }) =>
+    [marker && `marked “${marker}”`, length && `at most ${number(length)} tokens`, expanded && `expanded to ${expanded} tokens`,
+      skipped > 0 && `${number(skipped)} tokens have no vector`].filter(Boolean).join(", ") || "as they are";
+  return [group("Multi-vector", [
+    ["Layout", facts.library],
+    ["Vector", facts.dimensions && `${number(facts.dimensions)} dimensions per token`],
+    ["Queries", side(facts.query)],
+    ["Documents", side(facts.document)],
+    ["Token pooling", facts.pool_factor && `about ${facts.pool_factor} tokens of a document become one vector`],
+  ])];
 }
 
 function tags(names) {
