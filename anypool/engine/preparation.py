@@ -10,7 +10,8 @@ from typing import Any
 from anypool.adapters.load import LoadedModel
 from anypool.adapters.rerank_templates import TemplatedPrompt
 from anypool.engine.fitting import Fitted, Fitting
-from anypool.engine.prompts import Prompt, TextPair, check_prompt, check_text
+from anypool.engine.image_prompts import ImagePrompts
+from anypool.engine.prompts import ImagePrompt, Prompt, TextPair, check_prompt, check_text
 from anypool.engine.request import Request
 from anypool.engine.spans import SpannedPrompt, token_spans
 from anypool.engine.tokenization import Tokenizer, kept_positions
@@ -21,6 +22,7 @@ from anypool.errors import (
     PromptTooLongError,
     UnsupportedTaskError,
 )
+from anypool.model_executor.images import ImageInputs
 from anypool.pooling.methods import PoolingType
 from anypool.pooling.params import PoolingParams
 from anypool.pooling.plan import PoolingPlan, make_plan
@@ -64,11 +66,12 @@ class Preparation:
         self.loaded = loaded
         self.tokenizer = tokenizer
         self._fitting = Fitting(loaded, tokenizer, max_model_len)
+        self._images = ImagePrompts(loaded, max_model_len)
         self._ids = itertools.count()
 
     def prepare(
         self,
-        prompts: Sequence[Prompt | TextPair | TemplatedPrompt | SpannedPrompt],
+        prompts: Sequence[Prompt | TextPair | TemplatedPrompt | ImagePrompt | SpannedPrompt],
         task: PoolingTask,
         params: PoolingParams | Sequence[PoolingParams] | None,
         options: PromptOptions,
@@ -94,7 +97,11 @@ class Preparation:
         pieces = self._pieces(checked, prefix)
         requests = []
         for index, (prompt, plan) in enumerate(zip(checked, plans, strict=True)):
-            if isinstance(prompt, TextPair):
+            images = None
+            if isinstance(prompt, ImagePrompt):
+                ids, images = self._images.encode(prompt, index, special_tokens=options.special_tokens)
+                tokens = Fitted(ids)
+            elif isinstance(prompt, TextPair):
                 first, second = pieces[prefix + prompt.first], pieces[prompt.second]
                 tokens = self._fitting.pair(first, second, index, limit, side=side, skip=skip)
             elif isinstance(prompt, TemplatedPrompt):
@@ -107,10 +114,13 @@ class Preparation:
             spanned = spans[index]
             if spanned is not None:
                 plan = replace(plan, spans=self._spans(spanned, index, tokens, prefix, side))
-            requests.append(self._request(tokens, plan, index, best=isinstance(prompt, (TextPair, TemplatedPrompt))))
+            is_pair = isinstance(prompt, (TextPair, TemplatedPrompt))
+            requests.append(self._request(tokens, plan, index, best=is_pair, images=images))
         return requests
 
-    def _request(self, tokens: Fitted, plan: PoolingPlan, index: int, *, best: bool) -> Request:
+    def _request(
+        self, tokens: Fitted, plan: PoolingPlan, index: int, *, best: bool, images: ImageInputs | None = None
+    ) -> Request:
         """A request for a prompt, or one whose parts are its windows; for scores the `best` of these counts."""
         name = str(next(self._ids))
         if not tokens.windows:
@@ -119,6 +129,7 @@ class Preparation:
                 token_ids=tokens.ids,
                 plan=plan,
                 token_type_ids=tokens.types,
+                images=images,
                 skip=tokens.skip,
                 num_truncated_tokens=tokens.truncated,
             )
@@ -234,6 +245,8 @@ class Preparation:
         return prefix, self.tokenizer.prompt_length(prefix) - added
 
     def _encode(self, texts: list[str], *, special_tokens: bool) -> list[list[int]]:
+        if texts and self._images.owns_texts:
+            return self._images.texts(texts)
         return self._fitting.need_tokenizer().encode(texts, special_tokens=special_tokens) if texts else []
 
     def _pieces(self, prompts: Sequence[object], prefix: str) -> dict[str, list[int]]:

@@ -14,6 +14,7 @@ import torch
 
 from anypool.config import is_int
 from anypool.errors import InvalidParameterError, InvalidRequestError
+from anypool.model_executor.images import ImageInputs
 from anypool.pooling.plan import PoolingPlan
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class Request:
         token_ids: What is run, special tokens included; at least one.
         plan: What it gets.
         token_type_ids: Segment ids of a text pair, for models that have them; None where all are 0.
+        images: What stands in the places of its image tokens; None for text alone.
         skip: Leading tokens that are not pooled.
         num_truncated_tokens: Ids that were cut off.
         num_cached_tokens: Ids whose keys were read from the prefix cache; known when the future is done.
@@ -55,6 +57,7 @@ class Request:
     token_ids: list[int]
     plan: PoolingPlan
     token_type_ids: list[int] | None = None
+    images: ImageInputs | None = None
     skip: int = 0
     num_truncated_tokens: int = 0
     num_cached_tokens: int = 0

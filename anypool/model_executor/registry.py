@@ -17,6 +17,10 @@ _NATIVE: dict[str, str] = {
     "BertForMaskedLM": "bert:BertModel",
     "BertForPreTraining": "bert:BertModel",
     "BertModel": "bert:BertModel",
+    "CLIPModel": "two_tower:CLIPModel",
+    "ColModernVBertForRetrieval": "vision_language:ColModernVBertForRetrieval",
+    "ColPaliForRetrieval": "vision_language:ColPaliForRetrieval",
+    "ColQwen2ForRetrieval": "vision_language:ColQwen2ForRetrieval",
     "DebertaV2ForMaskedLM": "deberta:DebertaV2Model",
     "DebertaV2Model": "deberta:DebertaV2Model",
     "DistilBertForMaskedLM": "distilbert:DistilBertModel",
@@ -41,6 +45,8 @@ _NATIVE: dict[str, str] = {
     "Qwen3Model": "qwen:Qwen3ForCausalLM",
     "RobertaForMaskedLM": "xlm_roberta:RobertaModel",
     "RobertaModel": "xlm_roberta:RobertaModel",
+    "Siglip2Model": "two_tower:SiglipModel",
+    "SiglipModel": "two_tower:SiglipModel",
     "XLMRobertaForMaskedLM": "xlm_roberta:XLMRobertaModel",
     "XLMRobertaModel": "xlm_roberta:XLMRobertaModel",
 }
@@ -109,6 +115,8 @@ class _Registry:
                     return _import(name, path)
         if model_impl == "native":
             raise self._unknown(architecture, "has no native class")
+        if architecture.endswith("ForConditionalGeneration") and "vision_config" in config.raw:
+            return _import(architecture, f"{_MODELS}.vision_language:TransformersForConditionalGeneration")
         return self._transformers_cls(architecture, config.model_type)
 
     def _transformers_cls(self, architecture: str, model_type: str) -> type[nn.Module]:
