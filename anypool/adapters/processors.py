@@ -22,7 +22,7 @@ def load_processor(repository: Repository, *, trust_remote_code: bool = False) -
         from transformers import AutoProcessor
     except ImportError as error:
         raise MissingDependencyError(_HINT) from error
-    from transformers.utils import is_torchvision_available
+    from transformers.utils.import_utils import is_torchvision_available
 
     try:
         if not is_torchvision_available() and (without := _without_video(repository)) is not None:

@@ -186,9 +186,7 @@ def _two_tower(repository: Repository, modules: list[tuple[str, str]], common: M
             "only Normalize is supported there"
         )
     config = _transformer_config(repository, modules[0][1])[1]
-    return Recipe(
-        backbone=modules[0][1], normalize=bool(kinds), max_seq_length=config.get("max_seq_length"), **common
-    )
+    return Recipe(backbone=modules[0][1], normalize=bool(kinds), max_seq_length=config.get("max_seq_length"), **common)
 
 
 def _cross_encoder(repository: Repository, modules: list[tuple[str, str]], common: Mapping[str, Any]) -> Recipe:

@@ -63,6 +63,15 @@ class ImagePrompts:
         rows: list[list[int]] = processor.tokenizer(list(texts), padding="max_length", max_length=length)["input_ids"]
         return rows
 
+    @cached_property
+    def around(self) -> tuple[list[int], list[int]] | None:
+        """The tokens that the processor puts before and after a query; None where it puts none around texts."""
+        if self._input != "page":
+            return None
+        first, second = self.texts(["0", "1"])
+        [start] = [i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
+        return first[:start], first[start + 1 :]
+
     def encode(self, prompt: ImagePrompt, index: int, *, special_tokens: bool = True) -> tuple[list[int], ImageInputs]:
         """Token ids, an image token for each feature of an image, and the images.
 
@@ -99,6 +108,14 @@ class ImagePrompts:
             )
         return ids, inputs
 
+    def refuse_image_tokens(self, ids: Sequence[int], index: int) -> None:
+        """Refuses a prompt that has image tokens and no images: its vector would be one of nothing."""
+        token = getattr(self._loaded.model, "image_token_id", None)
+        if token is not None and token in ids:
+            raise InvalidPromptError(
+                f"input {index} has the model's image token, {token}, and no image: give multi_modal_data with it"
+            )
+
     def _refuse_more_than_one_image(self, prompt: ImagePrompt, where: str) -> None:
         if prompt.text:
             raise InvalidPromptError(f"{where} has an image and a text, and {self._name} reads one or the other")
@@ -114,6 +131,8 @@ class ImagePrompts:
 
     def _page(self, images: list[Any], text: str | None, where: str, special: bool) -> tuple[list[int], ImageInputs]:
         batch = self.processor().process_images(images=images, return_tensors="pt")
+        if "image_grid_thw" in batch:  # a row of patches per image, padded, where the tower takes patches
+            batch["pixel_values"] = batch["pixel_values"].flatten(0, 1)
         return _split(batch, len(images))
 
     def _inline(self, images: list[Any], text: str | None, where: str, special: bool) -> tuple[list[int], ImageInputs]:
@@ -126,8 +145,10 @@ class ImagePrompts:
                 f"{where} has {len(images)} images, and its text {placed} times {placeholder!r}: write it once for "
                 "each image, or not at all to have the images before the text"
             )
+        before, after = _AROUND.get(placeholder, ("", ""))
+        if before and placeholder * 2 in text:
+            raise InvalidPromptError(f"{where} has two images side by side: write {before}{placeholder}{after} for each")
         if placed == 0:
-            before, after = _AROUND.get(placeholder, ("", ""))
             text = f"{before}{placeholder}{after}" * len(images) + text
         extra: dict[str, Any] = {} if special else {"add_special_tokens": False}
         return _split(processor(text=[text], images=[images], return_tensors="pt", **extra), len(images))

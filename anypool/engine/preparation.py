@@ -92,6 +92,11 @@ class Preparation:
                 "a prompt is put before text and not before token ids: give texts, or ids that hold the prompt",
                 param="prompt_name",
             )
+        if options.prompt and any(isinstance(p, ImagePrompt) for p in checked):
+            raise InvalidParameterError(
+                "a prompt is put before text and not before images: put it into the text that stands with them",
+                param="prompt",
+            )
         whole = [prefix + prompt for prompt in checked if isinstance(prompt, str)]
         texts = iter(self._encode(whole, special_tokens=options.special_tokens))
         pieces = self._pieces(checked, prefix)
@@ -109,8 +114,13 @@ class Preparation:
             else:
                 before, skipped = (prefix, skip) if isinstance(prompt, str) else ("", 0)
                 ids = next(texts) if isinstance(prompt, str) else prompt
-                tokens = self._fitting.single(ids, index, limit, side=side, prefix=before, skip=skipped)
+                around = self._images.around if isinstance(prompt, str) else None
+                tokens = self._fitting.single(
+                    ids, index, limit, side=side, prefix=before, skip=skipped, around=around
+                )
             self._check_ids(tokens, index, plan)
+            if images is None:
+                self._images.refuse_image_tokens(tokens.ids, index)
             spanned = spans[index]
             if spanned is not None:
                 plan = replace(plan, spans=self._spans(spanned, index, tokens, prefix, side))

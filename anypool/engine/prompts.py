@@ -134,6 +134,15 @@ def as_image_prompt(prompt: Mapping[str, Any], where: str) -> ImagePrompt:
     return ImagePrompt(as_image_list(data["image"], f"{where}: multi_modal_data"), text)
 
 
+def as_given(prompt: str | ImagePrompt) -> str | dict[str, Any]:
+    """A text, or the mapping that an image prompt was made of."""
+    if isinstance(prompt, str):
+        return prompt
+    text = {} if prompt.text is None else {"prompt": prompt.text}
+    images = prompt.images[0] if len(prompt.images) == 1 else list(prompt.images)
+    return {**text, "multi_modal_data": {"image": images}}
+
+
 def _pair(prompt: Mapping[str, Any], index: int) -> TextPair:
     for key, text in prompt.items():
         if not isinstance(text, str):

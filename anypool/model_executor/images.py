@@ -35,7 +35,8 @@ class ImageInputs:
         found = hashlib.blake2b(digest_size=16)
         for name, tensor in sorted(self.tensors.items()):
             found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-            found.update(tensor.contiguous().view(torch.uint8).numpy() if tensor.numel() else b"")
+            content: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+            found.update(content)
         return found.digest()
 
     @cached_property

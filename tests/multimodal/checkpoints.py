@@ -218,3 +218,54 @@ def colqwen2_folder() -> Path:
     torch.manual_seed(7)
     config = hf.ColQwen2Config(vlm_config=_qwen_config(tokenizer), embedding_dim=16)
     return save(hf.ColQwen2ForRetrieval(config), hf.ColQwen2Processor(_qwen_images(), tokenizer), "colqwen2")
+
+
+IDEFICS_TOKENS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
+IDEFICS_TOKENS += tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))
+
+
+def _idefics_images() -> Any:
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    return Idefics3ImageProcessorPil(size={"longest_edge": 56}, max_image_size={"longest_edge": 28})
+
+
+@cache
+def idefics3_folder() -> Path:
+    """Its images are cut into tiles, of which the processor makes one array for all images of a prompt."""
+    tokenizer = byte_tokenizer(IDEFICS_TOKENS)
+    torch.manual_seed(8)
+    config = hf.Idefics3Config(
+        vision_config={**TEXT, "image_size": 28, "patch_size": 7},
+        text_config={**LANGUAGE, "model_type": "llama", "vocab_size": len(tokenizer)},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+        pad_token_id=0,
+    )
+    processor = hf.Idefics3Processor(_idefics_images(), tokenizer, image_seq_len=4)
+    return save(hf.Idefics3ForConditionalGeneration(config), processor, "idefics3")
+
+
+@cache
+def colmodernvbert_folder() -> Path:
+    tokenizer = byte_tokenizer(IDEFICS_TOKENS)
+    torch.manual_seed(9)
+    config = hf.ColModernVBertConfig(
+        vlm_config=hf.ModernVBertConfig(
+            text_config={
+                "model_type": "modernbert",
+                **TEXT,
+                "vocab_size": len(tokenizer),
+                "max_position_embeddings": 512,
+                "pad_token_id": 0,
+                "local_attention": 12,
+                "num_hidden_layers": 4,
+            },
+            vision_config={**TEXT, "image_size": 28, "patch_size": 7, "model_type": "siglip_vision_model"},
+            image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+            pixel_shuffle_factor=2,
+        ),
+        embedding_dim=16,
+    )
+    processor = hf.ColModernVBertProcessor(_idefics_images(), tokenizer, image_seq_len=4)
+    return save(hf.ColModernVBertForRetrieval(config), processor, "colmodernvbert")

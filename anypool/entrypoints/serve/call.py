@@ -108,7 +108,8 @@ async def serve_call(state: ServerState, exchange: Exchange, calls: Sequence[Cal
     serving = ServingOptions(
         priority=asked.priority or 0, timeout_s=None if left_s == math.inf else left_s, cache_salt=asked.cache_salt
     )
-    _, results = await exchange.unless_gone(model.async_engine.serve(prepare, serving, size=len(body)))
+    size = max(len(body), asked.least_size)
+    _, results = await exchange.unless_gone(model.async_engine.serve(prepare, serving, size=size))
     [work] = works
     if sum(result.numel() for result in results) <= _INLINE_NUMBERS:
         answer = work.encode(results, stamp)

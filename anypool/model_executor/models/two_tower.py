@@ -137,7 +137,9 @@ class TwoTowerModel(Backbone):
                     for name in images[some[0]].tensors
                 }
                 tensors["pixel_values"] = tensors["pixel_values"].to(self.model.dtype)
-                found |= zip(some, self.model.get_image_features(**tensors, return_dict=True).pooler_output, strict=True)
+                found |= zip(
+                    some, self.model.get_image_features(**tensors, return_dict=True).pooler_output, strict=True
+                )
         return [found[i].clone() for i in range(len(images))]
 
 

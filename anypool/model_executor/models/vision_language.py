@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -40,7 +40,7 @@ class VisionLanguageModel(Backbone):
 
     attn_type = "decoder"
     default_pooling_type = "LAST"
-    image_input = "inline"
+    image_input: ClassVar[Literal["tower", "page", "inline"] | None] = "inline"
     # What the module is given per token of a text, with the value that it has there.
     text_types: ClassVar[tuple[str, ...]] = ()
     texts_are_causal: ClassVar[bool] = True
@@ -52,6 +52,7 @@ class VisionLanguageModel(Backbone):
         self.model: Any = None  # comes with its weights in `load`
         self.features = FeatureCache()
         self.packs_texts = True
+        self._accepts: frozenset[str] = frozenset()
         self._of_prompt: ImageInputs | None = None
 
     @property
@@ -78,6 +79,7 @@ class VisionLanguageModel(Backbone):
             progress: Whether a bar is shown.
         """
         self.model = self._load(repository, device, dtype, claimed, progress)
+        self._accepts = frozenset(inspect.signature(self.model.forward).parameters)
         self._keep_features()
         texts = _probe_texts(self.config, self.model)
         alone_TD = self._states(texts, device, packed=False)
@@ -167,6 +169,8 @@ class VisionLanguageModel(Backbone):
         else:
             inputs |= {name: types.unsqueeze(0).to(device) for name, types in images.by_token.items()}
             inputs |= {name: self._on_device(tensor) for name, tensor in images.tensors.items()}
+            if "mm_token_type_ids" in self._accepts and "mm_token_type_ids" not in inputs:
+                inputs["mm_token_type_ids"] = ids.eq(self.image_token_id or -1).int()
         self._of_prompt = images
         try:
             states_LD: torch.Tensor = self.model(**inputs, use_cache=False)[0][0]

@@ -11,6 +11,9 @@ from anypool.errors import InvalidParameterError, InvalidPromptError
 
 Conversation = list[dict[str, Any]]
 
+# An image is fetched, decoded and resized, off the event loop and never together with small calls.
+_IMAGE_SIZE = 32_768
+
 _MESSAGE = {
     "type": "object",
     "properties": {
@@ -21,9 +24,25 @@ _MESSAGE = {
                 {
                     "type": "array",
                     "items": {
-                        "type": "object",
-                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                        "required": ["type", "text"],
+                        "anyOf": [
+                            {
+                                "type": "object",
+                                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                                "required": ["type", "text"],
+                            },
+                            {
+                                "type": "object",
+                                "properties": {
+                                    "type": {"const": "image_url"},
+                                    "image_url": {
+                                        "type": "object",
+                                        "properties": {"url": {"type": "string"}},
+                                        "required": ["url"],
+                                    },
+                                },
+                                "required": ["type", "image_url"],
+                            },
+                        ]
                     },
                 },
             ]
@@ -35,10 +54,13 @@ _MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1}
 
 
 def as_conversations(value: object, info: ValidationInfo) -> list[Conversation] | None:
-    """One conversation, or an array of them, as an array; the content of each message is one text.
+    """One conversation, or an array of them, as an array.
+
+    The content of a message is one text, or where it has images its parts, as chat templates have them: texts, and
+    images with their URL.
 
     Raises:
-        InvalidPromptError: It has another form, or holds something that is not text.
+        InvalidPromptError: It has another form, or holds something that is neither text nor an image.
     """
     if value is None:
         return None
@@ -62,17 +84,34 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         )
     content = message.get("content")
     if isinstance(content, list):
-        content = "".join(_part(part, f"{where}.content[{place}]") for place, part in enumerate(content))
-    if not isinstance(content, str):
+        parts = [_part(part, f"{where}.content[{place}]") for place, part in enumerate(content)]
+        has_images = any(part["type"] == "image" for part in parts)
+        content = parts if has_images else "".join(part["text"] for part in parts)
+    elif not isinstance(content, str):
         raise InvalidPromptError(f"{where}.content is {kind_of(content)}; give a string or parts", param="messages")
     return {**message, "content": content}
 
 
-def _part(part: Any, where: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else kind_of(part)
-    raise InvalidPromptError(f"{where} is {kind!s:.80}; only text is served here", param="messages")
+def _part(part: Any, where: str) -> dict[str, str]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind == "image_url":
+        image = part.get("image_url")
+        url = image.get("url") if isinstance(image, dict) else image
+        if not isinstance(url, str) or not url.startswith(("data:", "http://", "https://")):
+            raise InvalidPromptError(
+                f"{where}.image_url is {url!s:.40}; give {{'url': 'data:image/png;base64,...'}}", param="messages"
+            )
+        return {"type": "image", "url": url}
+    told = kind_of(part) if kind is None else kind
+    raise InvalidPromptError(f"{where} is {told!s:.80}; only text and image_url are served here", param="messages")
+
+
+def image_urls(conversation: Conversation) -> list[str]:
+    """The URLs of a conversation's images, in their order."""
+    parts = (part for message in conversation if isinstance(message["content"], list) for part in message["content"])
+    return [part["url"] for part in parts if part["type"] == "image"]
 
 
 Conversations = Annotated[
@@ -106,6 +145,10 @@ class ChatFields(CommonFields):
             )
         if self.messages is None and (self.chat_template is not None or self.chat_template_kwargs):
             raise InvalidParameterError("chat_template goes with messages", param="chat_template")
+
+    @property
+    def least_size(self) -> int:
+        return _IMAGE_SIZE * sum(len(image_urls(one)) for one in self.messages or ())
 
     @property
     def gets_special_tokens(self) -> bool:
