@@ -147,7 +147,9 @@ class ImagePrompts:
             )
         before, after = _AROUND.get(placeholder, ("", ""))
         if before and placeholder * 2 in text:
-            raise InvalidPromptError(f"{where} has two images side by side: write {before}{placeholder}{after} for each")
+            raise InvalidPromptError(
+                f"{where} has two images side by side: write {before}{placeholder}{after} for each"
+            )
         if placed == 0:
             text = f"{before}{placeholder}{after}" * len(images) + text
         extra: dict[str, Any] = {} if special else {"add_special_tokens": False}

@@ -115,9 +115,7 @@ class Preparation:
                 before, skipped = (prefix, skip) if isinstance(prompt, str) else ("", 0)
                 ids = next(texts) if isinstance(prompt, str) else prompt
                 around = self._images.around if isinstance(prompt, str) else None
-                tokens = self._fitting.single(
-                    ids, index, limit, side=side, prefix=before, skip=skipped, around=around
-                )
+                tokens = self._fitting.single(ids, index, limit, side=side, prefix=before, skip=skipped, around=around)
             self._check_ids(tokens, index, plan)
             if images is None:
                 self._images.refuse_image_tokens(tokens.ids, index)

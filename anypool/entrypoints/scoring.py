@@ -74,9 +74,12 @@ def as_query_and_documents(query: Any, documents: Any) -> tuple[list[Any], list[
     Raises:
         InvalidPromptError: The query is neither, or the documents are not a list of them.
     """
-    if not isinstance(query, (str, ImagePrompt)) and not _has_images(query):
+    if _has_images(query):
+        query = as_image_prompt(query, "query")
+    elif isinstance(query, str):
+        check_text(query, "query")
+    elif not isinstance(query, ImagePrompt):
         raise InvalidPromptError(f"query={query!r} is not a text", param="query")
-    [query] = _texts(query, "query")
     if isinstance(documents, str) or _has_images(documents):
         raise InvalidPromptError(f"documents={documents!r} is one text; give a list of texts", param="documents")
     listed = _texts(documents, "documents")

@@ -58,7 +58,10 @@ def models() -> Iterator[dict[str, LLM]]:
     chatty = copy_of(qwen2_vl_folder())
     (chatty / "chat_template.jinja").write_text(CHAT)
     folders = {"clip": clip_folder(3), "colpali": colpali_folder(), "qwen": chatty, "bert": tiny_bert()}
-    llms = {name: LLM(folder, device="cpu", served_model_name=name, use_tqdm_on_load=False) for name, folder in folders.items()}
+    llms = {
+        name: LLM(folder, device="cpu", served_model_name=name, use_tqdm_on_load=False)
+        for name, folder in folders.items()
+    }
     yield llms
     for llm in llms.values():
         llm.close()
@@ -262,3 +265,26 @@ def test_python_takes_files_bytes_and_arrays(models: dict[str, LLM], tmp_path: A
 def test_text_models_refuse_images() -> None:
     with loaded(tiny_bert()) as llm, pytest.raises(InvalidPromptError, match="reads text alone"):
         llm.embed({"multi_modal_data": {"image": PICTURE}})
+
+
+def test_pages_are_scored_and_ranked(server: Client, models: dict[str, LLM]) -> None:
+    pages = [picture(1), picture(2), picture(3)]
+    content = [{"content": message(("image", data_url(file_of(one))))[0]["content"]} for one in pages]
+    prompts = [{"multi_modal_data": {"image": one}} for one in pages]
+    expected = [float(one.outputs.score) for one in models["colpali"].score("what is it", prompts, use_tqdm=False)]
+    scored = server.post("/score", model="colpali", queries="what is it", documents=content)
+    assert scored.status_code == 200, scored.text
+    assert_close(torch.tensor([one["score"] for one in scored.json()["data"]]), torch.tensor(expected))
+    ranked = server.post("/rerank", model="colpali", query="what is it", documents=[*content, "a text"])
+    assert ranked.status_code == 200, ranked.text
+    by_index = {one["index"]: one for one in ranked.json()["results"]}
+    assert_close(torch.tensor([by_index[i]["relevance_score"] for i in range(3)]), torch.tensor(expected))
+    assert "document" not in by_index[0]
+    assert by_index[3]["document"] == {"text": "a text"}
+
+
+def test_a_pair_of_texts_takes_no_image(server: Client) -> None:
+    part = {"content": message(("image", data_url(file_of(PICTURE))))[0]["content"]}
+    answer = server.post("/score", model="bert", queries="a cat", documents=[part])
+    assert answer.status_code == 400
+    assert "reads text alone" in answer.json()["error"]["message"]

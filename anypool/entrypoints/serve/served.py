@@ -143,6 +143,14 @@ class ServedModel:
         images = tuple(self._image(url, f"messages: image {number}") for number, url in enumerate(urls))
         return ImagePrompt(images, text or None) if images else text
 
+    def with_images(self, content: str | list[dict[str, str]]) -> str | ImagePrompt:
+        """What is scored: a text as it is, or the images among a message's parts with its text."""
+        if isinstance(content, str):
+            return content
+        urls = [part["url"] for part in content if part["type"] == "image"]
+        images = tuple(self._image(url, f"image {number}") for number, url in enumerate(urls))
+        return ImagePrompt(images, "".join(part.get("text", "") for part in content) or None)
+
     def reads_bare_messages(self, asked: ChatFields) -> bool:
         """Whether the content of a conversation's one message is the prompt: of models of images without a template."""
         return (

@@ -14,39 +14,23 @@ Conversation = list[dict[str, Any]]
 # An image is fetched, decoded and resized, off the event loop and never together with small calls.
 _IMAGE_SIZE = 32_768
 
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_URL = {"type": "object", "properties": {"url": {"type": "string"}}, "required": ["url"]}
+_IMAGE_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "image_url"}, "image_url": _URL},
+    "required": ["type", "image_url"],
+}
+CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": [_TEXT_PART, _IMAGE_PART]}}]}
 _MESSAGE = {
     "type": "object",
     "properties": {
         "role": {"type": "string"},
-        "content": {
-            "anyOf": [
-                {"type": "string"},
-                {
-                    "type": "array",
-                    "items": {
-                        "anyOf": [
-                            {
-                                "type": "object",
-                                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                                "required": ["type", "text"],
-                            },
-                            {
-                                "type": "object",
-                                "properties": {
-                                    "type": {"const": "image_url"},
-                                    "image_url": {
-                                        "type": "object",
-                                        "properties": {"url": {"type": "string"}},
-                                        "required": ["url"],
-                                    },
-                                },
-                                "required": ["type", "image_url"],
-                            },
-                        ]
-                    },
-                },
-            ]
-        },
+        "content": CONTENT_SCHEMA,
     },
     "required": ["role", "content"],
 }
@@ -82,17 +66,30 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise InvalidPromptError(
             f"{where} is {kind_of(message)}; give an object with role and content", param="messages"
         )
-    content = message.get("content")
+    return {**message, "content": read_content(message.get("content"), f"{where}.content", "messages")}
+
+
+def read_content(content: Any, where: str, field: str) -> str | list[dict[str, str]]:
+    """A message's content: one text, or its parts where there are images among them.
+
+    Args:
+        content: As the body has it.
+        where: What it is, for messages.
+        field: Of the body.
+
+    Raises:
+        InvalidPromptError: It is neither a text nor parts that are text or images.
+    """
     if isinstance(content, list):
-        parts = [_part(part, f"{where}.content[{place}]") for place, part in enumerate(content)]
+        parts = [_part(part, f"{where}[{place}]", field) for place, part in enumerate(content)]
         has_images = any(part["type"] == "image" for part in parts)
-        content = parts if has_images else "".join(part["text"] for part in parts)
-    elif not isinstance(content, str):
-        raise InvalidPromptError(f"{where}.content is {kind_of(content)}; give a string or parts", param="messages")
-    return {**message, "content": content}
+        return parts if has_images else "".join(part["text"] for part in parts)
+    if not isinstance(content, str):
+        raise InvalidPromptError(f"{where} is {kind_of(content)}; give a string or parts", param=field)
+    return content
 
 
-def _part(part: Any, where: str) -> dict[str, str]:
+def _part(part: Any, where: str, field: str) -> dict[str, str]:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
@@ -101,17 +98,23 @@ def _part(part: Any, where: str) -> dict[str, str]:
         url = image.get("url") if isinstance(image, dict) else image
         if not isinstance(url, str) or not url.startswith(("data:", "http://", "https://")):
             raise InvalidPromptError(
-                f"{where}.image_url is {url!s:.40}; give {{'url': 'data:image/png;base64,...'}}", param="messages"
+                f"{where}.image_url is {url!s:.40}; give {{'url': 'data:image/png;base64,...'}}", param=field
             )
         return {"type": "image", "url": url}
     told = kind_of(part) if kind is None else kind
-    raise InvalidPromptError(f"{where} is {told!s:.80}; only text and image_url are served here", param="messages")
+    raise InvalidPromptError(f"{where} is {told!s:.80}; only text and image_url are served here", param=field)
 
 
 def image_urls(conversation: Conversation) -> list[str]:
     """The URLs of a conversation's images, in their order."""
-    parts = (part for message in conversation if isinstance(message["content"], list) for part in message["content"])
+    contents = (message["content"] for message in conversation)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
     return [part["url"] for part in parts if part["type"] == "image"]
+
+
+def least_size(images: int) -> int:
+    """About as many characters of text as take as long to prepare as so many images."""
+    return _IMAGE_SIZE * images
 
 
 Conversations = Annotated[
@@ -148,7 +151,7 @@ class ChatFields(CommonFields):
 
     @property
     def least_size(self) -> int:
-        return _IMAGE_SIZE * sum(len(image_urls(one)) for one in self.messages or ())
+        return least_size(sum(len(image_urls(one)) for one in self.messages or ()))
 
     @property
     def gets_special_tokens(self) -> bool:
