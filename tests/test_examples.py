@@ -32,6 +32,7 @@ def example(name: str, *argv: str) -> str:
     [
         ("own_causal_lm.py", ["GruForEmbedding serves embed", "LM head: None", "normalised: True"]),
         ("own_pooler.py", ["the new checkpoint runs as GatedBertModel", "a gate of zeros is the mean: True"]),
+        ("colpali_picture.py", ["64 of them of patches", "page 1: ", "best patches: True", "wrote patches.png"]),
         ("own_head.py", ["serves embed, token_embed, classify", "as torch computes it: True"]),
     ],
 )
