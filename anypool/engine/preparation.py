@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from anypool.adapters.load import LoadedModel
+from anypool.adapters.multi_vector import MultiVector, Side
 from anypool.adapters.rerank_templates import TemplatedPrompt
 from anypool.engine.fitting import Fitted, Fitting
 from anypool.engine.image_prompts import ImagePrompts
@@ -25,9 +26,12 @@ from anypool.errors import (
 from anypool.model_executor.images import ImageInputs
 from anypool.pooling.methods import PoolingType
 from anypool.pooling.params import PoolingParams
-from anypool.pooling.plan import PoolingPlan, make_plan
+from anypool.pooling.plan import PoolingPlan, make_plans
 from anypool.pooling.pooler import EmbedPooler
 from anypool.pooling.tasks import PoolingTask
+
+# What cannot be made of a text's windows.
+_WHOLE = {PoolingTask.REWARD: "reward", PoolingTask.SPARSE_EMBED: "sparse vector of this model"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +76,17 @@ class Preparation:
     def prepare(
         self,
         prompts: Sequence[Prompt | TextPair | TemplatedPrompt | ImagePrompt | SpannedPrompt],
-        task: PoolingTask,
+        task: PoolingTask | Sequence[PoolingTask],
         params: PoolingParams | Sequence[PoolingParams] | None,
         options: PromptOptions,
     ) -> list[Request]:
         """Turns prompts into requests; see `Engine.prepare`."""
         if isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__len__"):
             raise InvalidPromptError(f"prompts={prompts!r:.80} is not a list of prompts")
-        plans = self._plans(len(prompts), task, params)
+        tasks = (task,) if isinstance(task, PoolingTask) else tuple(task)
+        plans = self._plans(len(prompts), tasks, params)
+        if PoolingTask.TOKEN_EMBED in tasks and self.loaded.multi_vector is not None:
+            return self._token_vectors(prompts, plans, options, self.loaded.multi_vector)
         limit = self._fitting.limit(options.truncate_prompt_tokens)
         side = self._side(options)
         prefix, skip = self._prompt_prefix(options)
@@ -87,21 +94,12 @@ class Preparation:
         checked = [check_prompt(p.prompt if isinstance(p, SpannedPrompt) else p, i) for i, p in enumerate(prompts)]
         if limit is None:
             self._fitting.refuse_endless(checked)
-        if (options.prompt_name is not None or options.prompt) and any(isinstance(p, list) for p in checked):
-            raise InvalidParameterError(
-                "a prompt is put before text and not before token ids: give texts, or ids that hold the prompt",
-                param="prompt_name",
-            )
-        if options.prompt and any(isinstance(p, ImagePrompt) for p in checked):
-            raise InvalidParameterError(
-                "a prompt is put before text and not before images: put it into the text that stands with them",
-                param="prompt",
-            )
+        _refuse_prompt_before_ids(options, checked)
         whole = [prefix + prompt for prompt in checked if isinstance(prompt, str)]
         texts = iter(self._encode(whole, special_tokens=options.special_tokens))
         pieces = self._pieces(checked, prefix)
         requests = []
-        for index, (prompt, plan) in enumerate(zip(checked, plans, strict=True)):
+        for index, (prompt, (plan, *others)) in enumerate(zip(checked, plans, strict=True)):
             images = None
             if isinstance(prompt, ImagePrompt):
                 ids, images = self._images.encode(prompt, index, special_tokens=options.special_tokens)
@@ -116,20 +114,72 @@ class Preparation:
                 ids = next(texts) if isinstance(prompt, str) else prompt
                 around = self._images.around if isinstance(prompt, str) else None
                 tokens = self._fitting.single(ids, index, limit, side=side, prefix=before, skip=skipped, around=around)
-            self._check_ids(tokens, index, plan)
+            for one in (plan, *others):
+                self._check_ids(tokens, index, one)
             if images is None:
                 self._images.refuse_image_tokens(tokens.ids, index)
             spanned = spans[index]
             if spanned is not None:
                 plan = replace(plan, spans=self._spans(spanned, index, tokens, prefix, side))
-            is_pair = isinstance(prompt, (TextPair, TemplatedPrompt))
-            requests.append(self._request(tokens, plan, index, best=is_pair, images=images))
+            best = isinstance(prompt, (TextPair, TemplatedPrompt))
+            also = tuple(self._request(tokens, one, index, best=best, images=images) for one in others)
+            requests.append(self._request(tokens, plan, index, best=best, images=images, also=also))
+        return requests
+
+    def _token_vectors(
+        self,
+        prompts: Sequence[Any],
+        plans: Sequence[tuple[PoolingPlan, ...]],
+        options: PromptOptions,
+        multi_vector: MultiVector,
+    ) -> list[Request]:
+        """Requests for the token vectors of queries and documents, which are read each in their way."""
+        if any(len(several) > 1 for several in plans):
+            raise UnsupportedTaskError(
+                f"{self.loaded.config.name} reads texts for token_embed otherwise than for its other tasks: ask for "
+                "it alone",
+                param="task",
+            )
+        checked = [check_prompt(prompt, index) for index, prompt in enumerate(prompts)]
+        _refuse_prompt_before_ids(options, checked)
+        asked, end = options.truncate_prompt_tokens, self._side(options)
+        if asked is None:
+            self._fitting.refuse_endless(checked)
+        sides = [multi_vector.side(is_query=plan.is_query) for (plan,) in plans]
+        prefixes = {which: self._prompt_prefix(_with_own_prompt(options, which))[0] for which in dict.fromkeys(sides)}
+        texts = [prefixes[which] + one for which, one in zip(sides, checked, strict=True) if isinstance(one, str)]
+        encoded = iter(self._encode(texts, special_tokens=options.special_tokens))
+        requests = []
+        for index, (prompt, which, (plan,)) in enumerate(zip(checked, sides, plans, strict=True)):
+            if isinstance(prompt, (TextPair, TemplatedPrompt)):
+                raise InvalidPromptError(
+                    f"input {index} is a pair of texts, and {self.loaded.config.name} reads each text by itself"
+                )
+            ids = next(encoded) if isinstance(prompt, str) else prompt
+            tokens = self._fitting.one_side(which, ids, index, asked, side=end)
+            self._check_ids(tokens, index, plan)
+            if not which.kept.keeps_any(tokens.ids):
+                raise InvalidPromptError(
+                    f"input {index} has no vectors: all of its {len(tokens.ids)} tokens are ones that "
+                    f"{self.loaded.config.name} leaves out, such as punctuation"
+                )
+            requests.append(self._request(tokens, plan, index, best=False))
         return requests
 
     def _request(
-        self, tokens: Fitted, plan: PoolingPlan, index: int, *, best: bool, images: ImageInputs | None = None
+        self,
+        tokens: Fitted,
+        plan: PoolingPlan,
+        index: int,
+        *,
+        best: bool,
+        images: ImageInputs | None = None,
+        also: tuple[Request, ...] = (),
     ) -> Request:
-        """A request for a prompt, or one whose parts are its windows; for scores the `best` of these counts."""
+        """A request for a prompt, or one whose parts are its windows; for scores the `best` of these counts.
+
+        Others that it answers `also` are of the same prompt, so that their parts are the same windows.
+        """
         name = str(next(self._ids))
         if not tokens.windows:
             return Request(
@@ -139,13 +189,16 @@ class Preparation:
                 token_type_ids=tokens.types,
                 images=images,
                 skip=tokens.skip,
+                num_keys=tokens.num_keys,
                 num_truncated_tokens=tokens.truncated,
+                also=also,
             )
         combine = combination(plan, tokens.windows, tokens.ids, best=best, defaults=self.loaded.defaults)
         if combine is None:
             raise PromptTooLongError(
-                f"input {index} has {len(tokens.ids):,} tokens, the limit is {self._fitting.max_model_len:,}: a reward "
-                "is about a whole text, so it is not run in windows; pass truncate_prompt_tokens=-1, or shorten it"
+                f"input {index} has {len(tokens.ids):,} tokens, the limit is {self._fitting.max_model_len:,}: a "
+                f"{_WHOLE[plan.task]} is about a whole text, so it is not run in windows; pass "
+                "truncate_prompt_tokens=-1, or shorten it"
             )
         parts = tuple(
             Request(
@@ -154,6 +207,7 @@ class Preparation:
                 plan=part_plan,
                 token_type_ids=window.token_type_ids,
                 skip=tokens.skip,
+                also=tuple(one.parts[number] for one in also),
             )
             for number, (window, part_plan) in enumerate(combine.parts)
         )
@@ -164,6 +218,7 @@ class Preparation:
             num_truncated_tokens=tokens.truncated,
             parts=parts,
             combine=combine,
+            also=also,
         )
 
     def _spans(
@@ -206,10 +261,11 @@ class Preparation:
         return self._prompt_prefix(options)[0]
 
     def _plans(
-        self, count: int, task: PoolingTask, params: PoolingParams | Sequence[PoolingParams] | None
-    ) -> list[PoolingPlan]:
+        self, count: int, tasks: Sequence[PoolingTask], params: PoolingParams | Sequence[PoolingParams] | None
+    ) -> list[tuple[PoolingPlan, ...]]:
+        """For each prompt a plan per task."""
         if params is None or isinstance(params, PoolingParams):
-            return [make_plan(task, params or PoolingParams(), self.loaded.defaults)] * count
+            return [make_plans(tasks, params or PoolingParams(), self.loaded.defaults)] * count
         if not isinstance(params, (list, tuple)):
             raise InvalidParameterError(f"pooling_params={params!r} is not a PoolingParams, nor a list of them")
         if len(params) != count:
@@ -217,7 +273,7 @@ class Preparation:
         for one in params:
             if not isinstance(one, PoolingParams):
                 raise InvalidParameterError(f"pooling_params has {one!r}, which is not a PoolingParams")
-        return [make_plan(task, one, self.loaded.defaults) for one in params]
+        return [make_plans(tasks, one, self.loaded.defaults) for one in params]
 
     def _side(self, options: PromptOptions) -> str:
         side = options.truncation_side
@@ -279,7 +335,10 @@ class Preparation:
         vocab = self.loaded.config.vocab_size
         if min(ids) < 0 or max(ids) >= vocab:
             wrong = next(i for i in ids if not 0 <= i < vocab)
-            raise InvalidPromptError(f"input {index} has the token id {wrong}; this model's ids are 0 to {vocab - 1}")
+            raise InvalidPromptError(
+                f"input {index} has the token id {wrong}; this model's ids are 0 to {vocab - 1}: "
+                "it may be of another tokenizer, and texts are safer"
+            )
         if tokens.skip >= len(ids):
             raise InvalidPromptError(
                 f"input {index} has no tokens left to pool: all {len(ids)} belong to the prompt, "
@@ -290,3 +349,23 @@ class Preparation:
                 f"input {index} has no step tag: the token {plan.step_tag_id} must stand after each step",
                 param="step_tag_id",
             )
+
+
+def _refuse_prompt_before_ids(options: PromptOptions, prompts: Sequence[object]) -> None:
+    if (options.prompt_name is not None or options.prompt) and any(isinstance(prompt, list) for prompt in prompts):
+        raise InvalidParameterError(
+            "a prompt is put before text and not before token ids: give texts, or ids that hold the prompt",
+            param="prompt_name",
+        )
+    if options.prompt and any(isinstance(prompt, ImagePrompt) for prompt in prompts):
+        raise InvalidParameterError(
+            "a prompt is put before text and not before images: put it into the text that stands with them",
+            param="prompt",
+        )
+
+
+def _with_own_prompt(options: PromptOptions, which: Side) -> PromptOptions:
+    """The options with the prompt of a side, where the caller names none."""
+    if which.prompt_name is None or options.prompt is not None or options.prompt_name is not None:
+        return options
+    return replace(options, prompt_name=which.prompt_name)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from anypool.adapters.heads import Head, labels_of
 from anypool.adapters.load import LoadedModel
+from anypool.adapters.multi_vector import MultiVector
 from anypool.adapters.quantization import Quantization
 from anypool.adapters.rerank_templates import Manifest
 from anypool.config import EngineConfig
@@ -61,12 +63,15 @@ def describe(engine: Engine) -> dict[str, Any]:
             name: {"value": _plain(setting.value), "source": setting.source}
             for name, setting in loaded.settings.items()
         },
-        "modules": [{"type": kind, "path": path, **config} for kind, path, config in recipe.modules],
+        "modules": [{"type": kind, "path": path, **config} for kind, path, config in _modules(loaded)],
+        "multi_vector": None if loaded.multi_vector is None else _multi_vector(loaded.multi_vector, loaded),
         "embedding_size": defaults.size.full,
         "trained_dimensions": None if defaults.size.allowed is None else list(defaults.size.allowed),
         "head": None if loaded.head is None else _head(loaded.head, loaded),
         "rerank_template": _template_name(loaded, engine.config.chat_template),
-        "similarity": recipe.similarity_fn_name or "cosine",
+        "similarity": recipe.similarity_fn_name or "cosine"
+        if loaded.multi_vector is None
+        else loaded.multi_vector.recipe.similarity,
         "prompts": dict(recipe.prompts),
         "default_prompt_name": recipe.default_prompt_name,
         "max_model_len": engine.max_model_len,
@@ -94,6 +99,7 @@ def as_text(facts: dict[str, Any]) -> str:
         ("attention", _attention_line(facts["attention"])),
         *((name, _setting(setting)) for name, setting in facts["pooling"].items() if _says_something(name, setting)),
         ("modules", ", ".join(map(_module, facts["modules"])) or "none"),
+        *_sides(facts["multi_vector"]),
         ("embedding size", str(facts["embedding_size"])),
         ("trained sizes", ", ".join(map(str, facts["trained_dimensions"] or ())) or "not stated"),
         *_scores(facts),
@@ -205,6 +211,59 @@ def _setting(setting: dict[str, Any]) -> str:
     else:
         shown = "all" if value is None else str(value)
     return f"{shown} (from: {setting['source']})"
+
+
+def _modules(loaded: LoadedModel) -> Sequence[tuple[str, str, Mapping[str, Any]]]:
+    """What follows pooling, or each token's state."""
+    multi_vector = loaded.multi_vector
+    return loaded.recipe.modules if multi_vector is None else multi_vector.recipe.modules
+
+
+def _multi_vector(multi_vector: MultiVector, loaded: LoadedModel) -> dict[str, Any]:
+    """What a multi-vector checkpoint does to queries and documents."""
+    recipe, vectors = multi_vector.recipe, loaded.defaults.token_vectors
+    facts: dict[str, Any] = {"library": recipe.library, "dimensions": vectors and vectors.size.full}
+    for name, one, side in (
+        ("query", recipe.queries, multi_vector.queries),
+        ("document", recipe.documents, multi_vector.documents),
+    ):
+        expansion = one.expansion
+        facts[name] = {
+            "marker": one.marker,
+            "prompt": None if one.prompt_name is None else loaded.recipe.prompts[one.prompt_name],
+            "length": one.length,
+            "expanded_to": None if expansion is None else expansion.length,
+            "expansion_attended": None if expansion is None else expansion.attended,
+            "skipped_tokens": len(side.kept.dropped),
+        }
+    pooling = recipe.token_pooling
+    facts["pool_factor"] = None if pooling is None else pooling.factor
+    return facts
+
+
+def _sides(facts: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if facts is None:
+        return []
+    rows = [("multi-vector", f"{facts['library']}, {facts['dimensions']} dimensions per token")]
+    if facts["pool_factor"] is not None:
+        rows.append(("token pooling", f"about {facts['pool_factor']:g} tokens of a document become one vector"))
+    return [*rows, ("queries", _side(facts["query"])), ("documents", _side(facts["document"]))]
+
+
+def _side(side: dict[str, Any]) -> str:
+    parts = []
+    if side["marker"]:
+        parts.append(f"marked {side['marker']!r}")
+    if side["prompt"]:
+        parts.append(f"prompt {side['prompt']!r}")
+    if side["expanded_to"] is not None:
+        attended = "attended to" if side["expansion_attended"] else "not attended to"
+        parts.append(f"expanded to {side['expanded_to']} tokens, {attended}")
+    if side["length"] is not None:
+        parts.append(f"cut at {side['length']:,} tokens")
+    if side["skipped_tokens"]:
+        parts.append(f"{side['skipped_tokens']} tokens have no vector")
+    return ", ".join(parts) or "as they are"
 
 
 def _module(module: dict[str, Any]) -> str:

@@ -39,7 +39,9 @@ class ServerOptions:
     allow_image_urls: bool = _option(False, "fetch images that requests name by an http or https URL")
     metrics: bool = _option(True, "serve /metrics")
     docs: bool = _option(True, "serve /docs and /openapi.json")
+    page: bool = _option(True, "serve a page at / to try the models in a browser")
     access_log: bool = _option(False, "log a line for every request")
+    otlp_traces_endpoint: str | None = _option(None, "URL of a collector that takes OpenTelemetry traces over HTTP")
     log_format: str = _option("text", "'text' or 'json', one object per line")
     shutdown_delay: float = _option(0.0, "seconds between not being ready any more and taking no more connections")
     drain_timeout: int = _option(30, "seconds that running requests get to finish after SIGTERM")
@@ -68,6 +70,11 @@ class ServerOptions:
         require(
             self.log_format in LOG_FORMATS,
             f"log_format={self.log_format!r} is unknown; known: {', '.join(LOG_FORMATS)}",
+        )
+        require(
+            self.otlp_traces_endpoint is None or self.otlp_traces_endpoint.startswith(("http://", "https://")),
+            f"otlp_traces_endpoint={self.otlp_traces_endpoint!r} is not an http:// or https:// URL, such as "
+            "http://127.0.0.1:4318/v1/traces",
         )
         require(
             self.ssl_certfile is not None or not (self.ssl_keyfile or self.ssl_ca_certs),

@@ -47,6 +47,7 @@ ENGINE_FLAGS = {
     "--model-impl",
     "--max-num-batched-tokens",
     "--max-num-seqs",
+    "--max-queue-s",
     "--max-queued-tokens",
     "--enable-chunked-prefill",
     "--no-enable-chunked-prefill",
@@ -90,7 +91,10 @@ OWN_FLAGS = {
         "--no-metrics",
         "--docs",
         "--no-docs",
+        "--page",
+        "--no-page",
         "--access-log",
+        "--otlp-traces-endpoint",
         "--log-format",
         "--shutdown-delay",
         "--drain-timeout",
@@ -211,6 +215,14 @@ def test_flag_of_a_wrong_form_is_refused(capsys: pytest.CaptureFixture[str], arg
     assert error.startswith("anypool: error: ")
     assert error.endswith(" --help\n")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", OWN_FLAGS)
+def test_an_unknown_flag_names_the_commands_own_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "m", *(["--query", "q"] if command == "rerank" else []), "--no-such", "x"])
+    assert "--no-such" in (error := capsys.readouterr().err)
+    assert error.endswith(f"; see anypool {command} --help\n")
 
 
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from anypool.adapters.chat_templates import ConversationTemplate, conversation_template
 from anypool.adapters.heads import labels_of
+from anypool.adapters.template_limits import LONGEST_RENDER_S, at_most
 from anypool.config import require
 from anypool.engine.async_engine import AsyncEngine
 from anypool.engine.engine import Engine
@@ -17,14 +22,18 @@ from anypool.engine.images import decode_data_url
 from anypool.engine.preparation import PromptOptions
 from anypool.engine.prompts import ImagePrompt
 from anypool.engine.request import Request
+from anypool.engine.spans import SpannedPrompt
 from anypool.engine.tokenization import Tokenizer
 from anypool.entrypoints.cli_info import describe
 from anypool.entrypoints.serve.http_errors import HTTPError
 from anypool.entrypoints.serve.prompt_names import NamedPrompts
 from anypool.entrypoints.serve.schemas.chat import ChatFields, Conversation, image_urls
+from anypool.entrypoints.serve.schemas.common import CommonFields
 from anypool.errors import InvalidParameterError, InvalidPromptError, PromptTooLongError
 from anypool.pooling.params import PoolingParams
 from anypool.pooling.tasks import PoolingTask
+
+logger = logging.getLogger(__name__)
 
 # Characters of a text that is cut to what the model takes: this many, or so many per token where that is more.
 _LONGEST_TEXT = 1_000_000
@@ -54,8 +63,9 @@ class ServedModel:
         self.image_input: str | None = getattr(engine.loaded.model, "image_input", None)
         self.created = int(time.time())
         self.name = served_name(engine)
-        self.prompts = NamedPrompts(engine.loaded.recipe.prompts)
+        self.prompts = NamedPrompts(engine.loaded.recipe.prompts, has_sides=engine.loaded.multi_vector is not None)
         self.in_windows = engine.loaded.pooler_config.enable_chunked_processing
+        self._has_warned_of_ids = False
 
     @cached_property
     def kind(self) -> str:
@@ -64,11 +74,27 @@ class ServedModel:
         scores = loaded.defaults.scores
         if loaded.head is not None and loaded.head.is_reward:
             return "reward"
+        if PoolingTask.CLASSIFY in scores and scores[PoolingTask.CLASSIFY].columns == 1:
+            return "reranker" if self._scores_pairs else "reward"
         if PoolingTask.CLASSIFY in scores:
-            return "reranker" if scores[PoolingTask.CLASSIFY].columns == 1 else "classifier"
+            return "classifier"
         if PoolingTask.TOKEN_CLASSIFY in scores:
             return "classifier"
         return "reward" if PoolingTask.REWARD in scores else "embedding"
+
+    @property
+    def gives_sparse_vectors(self) -> bool:
+        return self.engine.loaded.defaults.sparse is not None
+
+    @property
+    def _scores_pairs(self) -> bool:
+        """Whether its one score is about a pair: of causal models, only those whose files say so, or have a template.
+
+        Reward models such as Skywork's are saved like a reranker without either.
+        """
+        loaded = self.engine.loaded
+        is_encoder = getattr(loaded.model, "attn_type", None) == "encoder_only"
+        return is_encoder or loaded.recipe.is_cross_encoder or loaded.rerank_template is not None
 
     @cached_property
     def card(self) -> dict[str, Any]:
@@ -82,7 +108,9 @@ class ServedModel:
             raise InvalidPromptError(f"{self.name} was loaded without a tokenizer: give token ids")
         return self.engine.tokenizer
 
-    def prepare(self, prompts: Sequence[Any], task: PoolingTask, asked: ChatFields) -> list[Request]:
+    def prepare(
+        self, prompts: Sequence[Any], task: PoolingTask | Sequence[PoolingTask], asked: ChatFields
+    ) -> list[Request]:
         """Requests for what a body asks for: for prompts, or for its conversations where it has some."""
         options = asked.prompt_options(self.prompts, in_windows=self.in_windows)
         if asked.messages is not None:
@@ -94,10 +122,30 @@ class ServedModel:
             # Text that no template wrote has no special tokens yet.
             bare = asked.add_special_tokens is None and self.reads_bare_messages(asked)
             options = _without_prompt(options, special_tokens=bare or options.special_tokens)
-        return self.requests(prompts, task, asked.pooling_params, options)
+        return self.requests(prompts, task, self.params(asked, task), options)
+
+    def params(self, asked: CommonFields, task: PoolingTask | Sequence[PoolingTask]) -> PoolingParams:
+        """What a body asks of the results; for token vectors of a multi-vector model also on which side its inputs are.
+
+        Raises:
+            InvalidParameterError: Its fields contradict each other.
+        """
+        params = asked.pooling_params
+        if not self.prompts.has_sides or task is not PoolingTask.TOKEN_EMBED:
+            return params
+        is_query = self.prompts.is_query(input_type=asked.input_type, task=asked.asked_use)
+        if is_query is None:
+            return params
+        if params.is_query is not None and params.is_query != is_query:
+            raise InvalidParameterError(f"is_query={params.is_query} contradicts input_type or task", param="is_query")
+        return replace(params, is_query=is_query)
 
     def requests(
-        self, prompts: Sequence[Any], task: PoolingTask, params: PoolingParams, options: PromptOptions
+        self,
+        prompts: Sequence[Any],
+        task: PoolingTask | Sequence[PoolingTask],
+        params: PoolingParams,
+        options: PromptOptions,
     ) -> list[Request]:
         """Requests for prompts. Texts that would take seconds only to be cut are refused, as endless ones are.
 
@@ -105,8 +153,25 @@ class ServedModel:
             InvalidRequestError: A prompt or a parameter cannot be served.
         """
         for index, prompt in enumerate(prompts):
-            self.check_length(prompt, index)
+            self.check_length(prompt.prompt if isinstance(prompt, SpannedPrompt) else prompt, index)
+        if prompts and isinstance(prompts[0], list):
+            self._look_at_ids(prompts[0])
         return self.engine.prepare(prompts, task, params, options)
+
+    def _look_at_ids(self, ids: list[int]) -> None:
+        """Warns once of ids that the model's tokenizer would not give: they may be of another one."""
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None or self._has_warned_of_ids:
+            return
+        before, after = tokenizer.prefix_ids, tokenizer.suffix_ids
+        if ids[: len(before)] != before or ids[len(ids) - len(after) :] != after:
+            self._has_warned_of_ids = True
+            logger.warning(
+                "%s: a request has token ids without the special tokens of the model's tokenizer. If they are of "
+                "another tokenizer, as LangChain sends by default, their results mean nothing: send texts "
+                "(check_embedding_ctx_length=False)",
+                self.name,
+            )
 
     def check_length(self, prompt: object, index: int) -> None:
         """Refuses a text that is endless; windows, which run the whole of a text, have a limit of their own."""
@@ -123,33 +188,39 @@ class ServedModel:
             InvalidRequestError: There is no template for them, or it is the request's and may not be used; or an image
                 cannot be had.
         """
-        return [self._render(conversation, asked, index) for index, conversation in enumerate(asked.messages or ())]
-
-    def _render(self, conversation: Conversation, asked: ChatFields, index: int) -> str | ImagePrompt:
-        urls = image_urls(conversation)
-        if urls and self.image_input is None:
-            raise InvalidPromptError(
-                f"messages[{index}] has an image, and {self.name} reads text alone", param="messages"
-            )
+        conversations = asked.messages or []
+        urls = [image_urls(conversation) for conversation in conversations]
+        if self.image_input is None and any(urls):
+            raise InvalidPromptError(f"messages has an image, and {self.name} reads text alone", param="messages")
         if self.reads_bare_messages(asked):
-            text = bare_text(conversation, self.name)
+            texts = [bare_text(conversation, self.name) for conversation in conversations]
         else:
-            text = self._template(asked).render(
+            template = self._template(asked)
+            with at_most(LONGEST_RENDER_S) if asked.chat_template is not None else nullcontext():
+                texts = self._rendered(asked, template)
+        return [self._with_images(*one) for one in zip(texts, urls, strict=True)]
+
+    def _rendered(self, asked: ChatFields, template: ConversationTemplate) -> list[str]:
+        return [
+            template.render(
                 [{**message, "content": _without_urls(message["content"])} for message in conversation],
                 add_generation_prompt=asked.add_generation_prompt,
                 continue_final_message=asked.continue_final_message,
                 variables=asked.chat_template_kwargs,
             )
-        images = tuple(self._image(url, f"messages: image {number}") for number, url in enumerate(urls))
-        return ImagePrompt(images, text or None) if images else text
+            for conversation in asked.messages or ()
+        ]
 
     def with_images(self, content: str | list[dict[str, str]]) -> str | ImagePrompt:
         """What is scored: a text as it is, or the images among a message's parts with its text."""
         if isinstance(content, str):
             return content
-        urls = [part["url"] for part in content if part["type"] == "image"]
+        text = "".join(part.get("text", "") for part in content)
+        return self._with_images(text, image_urls([{"content": content}]))
+
+    def _with_images(self, text: str, urls: Sequence[str]) -> str | ImagePrompt:
         images = tuple(self._image(url, f"image {number}") for number, url in enumerate(urls))
-        return ImagePrompt(images, "".join(part.get("text", "") for part in content) or None)
+        return ImagePrompt(images, text or None) if images else text
 
     def reads_bare_messages(self, asked: ChatFields) -> bool:
         """Whether the content of a conversation's one message is the prompt: of models of images without a template."""
@@ -240,7 +311,7 @@ def served_name(engine: Engine) -> str:
     name, model = engine.config.served_model_name, engine.config.model
     if name is not None and name != model:
         return name
-    path = Path(model).expanduser().resolve()
+    path = Path(os.path.abspath(Path(model).expanduser()))  # a link keeps its own name
     if path.is_dir():
         return path.name
     return path.stem if path.is_file() else model

@@ -35,6 +35,8 @@ class Backbone(nn.Module):
         takes_prefix: Whether a prompt may be run in chunks, each attending to the cached keys of those before it:
             every layer that mixes tokens goes through `Attention`, once per forward and in the same order, and is
             causal. A class or an instance says so; False where nobody does.
+        takes_fewer_keys: Whether some tokens of a prompt may attend to others without being attended to: every layer
+            that mixes tokens goes through `Attention`. False where nobody says so.
         can_capture: Whether `forward` asks nothing of the host that depends on the batch, such as `attn.lengths`, and
             never waits for the device, so that a CUDA graph can hold it. False where nobody says so.
     """
@@ -47,6 +49,7 @@ class Backbone(nn.Module):
     image_input: ClassVar[Literal["tower", "page", "inline"] | None] = None
 
     takes_prefix: bool = False
+    takes_fewer_keys: bool = False
     can_capture: bool = False
     config: ModelConfig
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from starlette.responses import Response
 
 from anypool.adapters.rerank_templates import ChatTemplate
+from anypool.adapters.template_limits import LONGEST_RENDER_S, at_most
 from anypool.engine.prompts import ImagePrompt
 from anypool.engine.request import Request
 from anypool.entrypoints.scoring import as_pairs, plan_scores, reads_pairs
@@ -57,17 +59,20 @@ def prepare_scores(asked: Any, model: ServedModel, left: list[Any], right: list[
     left, cut_left = _shorten(model, left, getattr(asked, "max_tokens_per_query", None), side.truncation_side)
     right, cut_right = _shorten(model, right, getattr(asked, "max_tokens_per_doc", None), side.truncation_side)
     params = _params(asked, model)
-    plan = plan_scores(
-        model.engine,
-        left,
-        right,
-        params=params,
-        options=side,
-        template=_template(asked, model),
-        instruction=getattr(asked, "asked_instruction", None),
-        roles=roles,
-    )
-    prepared = [model.engine.prepare(job.prompts, job.task, params, job.options) for job in plan.jobs]
+    template = _template(asked, model)
+    with at_most(LONGEST_RENDER_S) if template is not None else nullcontext():
+        plan = plan_scores(
+            model.engine,
+            left,
+            right,
+            params=params,
+            options=side,
+            template=template,
+            instruction=getattr(asked, "asked_instruction", None),
+            roles=roles,
+            fuse=getattr(asked, "fuse", None) or False,
+        )
+    prepared = [model.engine.prepare(job.prompts, job.task, job.params, job.options) for job in plan.jobs]
 
     def scores(results: list[torch.Tensor]) -> np.ndarray:
         rest = iter(results)

@@ -94,6 +94,10 @@ class _PairFields(CommonFields):
     chat_template: str | None = Field(None, description="A Jinja template, where the server takes one from requests.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="`instruction` may stand here as well.")
     raw_scores: bool | None = Field(None, description="True for scores before the activation.")
+    fuse: bool | list[float] | None = Field(
+        None,
+        description="For BGE-M3: the weights of dense, sparse and token vectors in one score; true for 0.4, 0.2, 0.4.",
+    )
 
     @property
     def asked_instruction(self) -> str | None:

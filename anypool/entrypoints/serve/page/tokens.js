@@ -1,0 +1,21 @@
+// Token ids as texts.
+
+import { call } from "./api.js";
+
+/** How ids are written, and which of them are special: `[{text, isSpecial}]`. */
+export async function tokensOf(model, ids, signal) {
+  const body = { model: model.name, ids: ids.map((id) => [id]) };
+  const [all, plain] = await Promise.all(
+    [false, true].map((skip) => call("decode", { ...body, skip_special_tokens: skip }, signal)));
+  return all.data.map((text, i) => ({ text: visible(text), isSpecial: text !== "" && plain.data[i] === "" }));
+}
+
+function visible(text) {
+  if (text === "") return "␣";
+  return text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/^ +| +$/g, (spaces) => "␣".repeat(spaces.length)) || "␣";
+}
+
+/** Tokens with a row of numbers each. Where there are not as many rows as tokens, rows only have their places. */
+export function labelled(tokens, rows) {
+  return tokens.length === rows ? tokens : Array.from({ length: rows }, (_, i) => ({ text: `${i}`, isSpecial: false }));
+}
