@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -153,12 +153,12 @@ class RerankResult:
 
     Attributes:
         index: Its place among the documents given.
-        document: Its text.
+        document: Its text, or the mapping that it was given as.
         relevance_score: Larger is more relevant.
     """
 
     index: int
-    document: str
+    document: str | Mapping[str, Any]
     relevance_score: float
 
 

@@ -241,11 +241,13 @@ def own_template(
 
 
 def read_template(repository: Repository) -> str | None:
-    """The text of the checkpoint's chat template: chat_template.jinja, else what tokenizer_config.json has."""
+    """The text of the checkpoint's chat template: chat_template.jinja, else what one of two JSON files has."""
     path = repository.folder / "chat_template.jinja"
     if repository.gguf is None and path.is_file():
         return path.read_text(encoding="utf-8")
-    given = (repository.read_object("tokenizer_config.json") or {}).get("chat_template")
+    in_json = ("chat_template.json", "tokenizer_config.json")  # the first is older processors'
+    found = ((repository.read_object(name) or {}).get("chat_template") for name in in_json)
+    given = next((one for one in found if one is not None), None)
     if isinstance(given, list):  # several by name
         given = next((one.get("template") for one in given if one.get("name") == "default"), None)
     if given is not None and not isinstance(given, str):

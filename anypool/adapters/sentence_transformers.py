@@ -167,6 +167,8 @@ def read_recipe(repository: Repository) -> Recipe:
     modules = read_modules(repository, listed)
     if kind == _CROSS_ENCODER:
         return _cross_encoder(repository, modules, common)
+    if _is_two_tower(repository, modules[0]):
+        return _two_tower(repository, modules, common)
     place = next((index for index, (name, _) in enumerate(modules) if name in ROUTERS), None)
     if place is not None:
         return _routed(repository, modules, place, kind, common)
@@ -221,6 +223,26 @@ def _embedder(repository: Repository, modules: list[tuple[str, str]], kind: str,
         **common,
         **transformer_settings(repository, modules[0][1], kind),
     )
+
+
+def _is_two_tower(repository: Repository, first: tuple[str, str]) -> bool:
+    """Whether a module gives embeddings of texts and of images by itself, as CLIP does."""
+    kind, path = first
+    if kind != "Transformer":
+        return kind == "CLIPModel"
+    modalities = transformer_config(repository, path)[1].get("modality_config") or {}
+    return (modalities.get("text") or {}).get("method") == "get_text_features"
+
+
+def _two_tower(repository: Repository, modules: list[tuple[str, str]], common: Mapping[str, Any]) -> Recipe:
+    kinds = [kind for kind, _ in modules[1:] if kind not in PASSIVE_MODULES]
+    if kinds not in ([], ["Normalize"]):
+        raise CheckpointFormatError(
+            f"{repository.name}: modules.json lists {', '.join(kinds)} after a model of texts and images; "
+            "only Normalize is supported there"
+        )
+    config = transformer_config(repository, modules[0][1])[1]
+    return Recipe(backbone=modules[0][1], normalize=bool(kinds), max_seq_length=config.get("max_seq_length"), **common)
 
 
 def _splade(repository: Repository, modules: list[tuple[str, str]], common: Mapping[str, Any]) -> Recipe:

@@ -36,6 +36,7 @@ def make_batch(
         starts=[piece.start for piece in pieces],
         prompt_lengths=[len(request) for request in requests],
         prefix=prefix,
+        images=[request.images for request in requests],
         key_lengths=_key_lengths(pieces),
     )
     if prefix is None or cache is None or not cache.shares_prefixes:

@@ -102,7 +102,17 @@ class Fitting:
             )
         return self.tokenizer
 
-    def single(self, ids: list[int], index: int, limit: int | None, *, side: str, prefix: str, skip: int) -> Fitted:
+    def single(
+        self,
+        ids: list[int],
+        index: int,
+        limit: int | None,
+        *,
+        side: str,
+        prefix: str,
+        skip: int,
+        around: tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> Fitted:
         """A text, or token ids.
 
         Args:
@@ -112,10 +122,13 @@ class Fitting:
             side: The end that is cut.
             prefix: The prompt that the text begins with.
             skip: How many leading tokens, of this prompt, are not pooled.
+            around: Tokens before and after the text that are kept, in place of the tokenizer's special ones.
         """
         kept = ids
         if limit is None:
             self._check_length(index, len(ids))
+        elif around is not None:
+            kept = truncate(ids, limit, side=side, prefix=around[0], suffix=around[1])
         elif self.tokenizer is None:
             kept = truncate(ids, limit, side=side)
         else:

@@ -11,8 +11,9 @@ from anypool.adapters.load import LoadedModel
 from anypool.adapters.multi_vector import MultiVector, Side
 from anypool.adapters.rerank_templates import TemplatedPrompt
 from anypool.engine.fitting import Fitted, Fitting
+from anypool.engine.image_prompts import ImagePrompts
 from anypool.engine.lookup import Lookup
-from anypool.engine.prompts import Prompt, TextPair, check_prompt, check_text
+from anypool.engine.prompts import ImagePrompt, Prompt, TextPair, check_prompt, check_text
 from anypool.engine.request import Request
 from anypool.engine.spans import SpannedPrompt, token_spans
 from anypool.engine.tokenization import Tokenizer, kept_positions
@@ -23,6 +24,7 @@ from anypool.errors import (
     PromptTooLongError,
     UnsupportedTaskError,
 )
+from anypool.model_executor.images import ImageInputs
 from anypool.pooling.methods import PoolingType
 from anypool.pooling.params import PoolingParams
 from anypool.pooling.plan import PoolingPlan, make_plans
@@ -69,6 +71,7 @@ class Preparation:
         self.loaded = loaded
         self.tokenizer = tokenizer
         self._fitting = Fitting(loaded, tokenizer, max_model_len)
+        self._images = ImagePrompts(loaded, max_model_len)
         self._ids = itertools.count()
         router = loaded.recipe.router
         if router is not None and router.table is not None and loaded.defaults.sparse is not None:
@@ -76,7 +79,7 @@ class Preparation:
 
     def prepare(
         self,
-        prompts: Sequence[Prompt | TextPair | TemplatedPrompt | SpannedPrompt],
+        prompts: Sequence[Prompt | TextPair | TemplatedPrompt | ImagePrompt | SpannedPrompt],
         task: PoolingTask | Sequence[PoolingTask],
         params: PoolingParams | Sequence[PoolingParams] | None,
         options: PromptOptions,
@@ -158,7 +161,11 @@ class Preparation:
         pieces = self._pieces(checked, prefix)
         requests = []
         for index, (prompt, (plan, *others)) in enumerate(zip(checked, plans, strict=True)):
-            if isinstance(prompt, TextPair):
+            images = None
+            if isinstance(prompt, ImagePrompt):
+                ids, images = self._images.encode(prompt, index, special_tokens=options.special_tokens)
+                tokens = Fitted(ids)
+            elif isinstance(prompt, TextPair):
                 first, second = pieces[prefix + prompt.first], pieces[prompt.second]
                 tokens = self._fitting.pair(first, second, index, limit, side=side, skip=skip)
             elif isinstance(prompt, TemplatedPrompt):
@@ -166,15 +173,18 @@ class Preparation:
             else:
                 before, skipped = (prefix, skip) if isinstance(prompt, str) else ("", 0)
                 ids = next(texts) if isinstance(prompt, str) else prompt
-                tokens = self._fitting.single(ids, index, limit, side=side, prefix=before, skip=skipped)
+                around = self._images.around if isinstance(prompt, str) else None
+                tokens = self._fitting.single(ids, index, limit, side=side, prefix=before, skip=skipped, around=around)
             for one in (plan, *others):
                 self._check_ids(tokens, index, one)
+            if images is None:
+                self._images.refuse_image_tokens(tokens.ids, index)
             spanned = spans[index]
             if spanned is not None:
                 plan = replace(plan, spans=self._spans(spanned, index, tokens, prefix, side))
             best = isinstance(prompt, (TextPair, TemplatedPrompt))
-            also = tuple(self._request(tokens, one, index, best=best) for one in others)
-            requests.append(self._request(tokens, plan, index, best=best, also=also))
+            also = tuple(self._request(tokens, one, index, best=best, images=images) for one in others)
+            requests.append(self._request(tokens, plan, index, best=best, images=images, also=also))
         return requests
 
     def _token_vectors(
@@ -206,6 +216,8 @@ class Preparation:
                 raise InvalidPromptError(
                     f"input {index} is a pair of texts, and {self.loaded.config.name} reads each text by itself"
                 )
+            if isinstance(prompt, ImagePrompt):
+                raise InvalidPromptError(f"input {index} has an image, and {self.loaded.config.name} reads text alone")
             ids = next(encoded) if isinstance(prompt, str) else prompt
             tokens = self._fitting.one_side(which, ids, index, asked, side=end)
             self._check_ids(tokens, index, plan)
@@ -218,7 +230,14 @@ class Preparation:
         return requests
 
     def _request(
-        self, tokens: Fitted, plan: PoolingPlan, index: int, *, best: bool, also: tuple[Request, ...] = ()
+        self,
+        tokens: Fitted,
+        plan: PoolingPlan,
+        index: int,
+        *,
+        best: bool,
+        images: ImageInputs | None = None,
+        also: tuple[Request, ...] = (),
     ) -> Request:
         """A request for a prompt, or one whose parts are its windows; for scores the `best` of these counts.
 
@@ -231,6 +250,7 @@ class Preparation:
                 token_ids=tokens.ids,
                 plan=plan,
                 token_type_ids=tokens.types,
+                images=images,
                 skip=tokens.skip,
                 num_keys=tokens.num_keys,
                 num_truncated_tokens=tokens.truncated,
@@ -352,6 +372,8 @@ class Preparation:
         return prefix, self.tokenizer.prompt_length(prefix) - added
 
     def _encode(self, texts: list[str], *, special_tokens: bool) -> list[list[int]]:
+        if texts and self._images.owns_texts:
+            return self._images.texts(texts)
         return self._fitting.need_tokenizer().encode(texts, special_tokens=special_tokens) if texts else []
 
     def _pieces(self, prompts: Sequence[object], prefix: str) -> dict[str, list[int]]:
@@ -397,6 +419,11 @@ def _refuse_prompt_before_ids(options: PromptOptions, prompts: Sequence[object])
         raise InvalidParameterError(
             "a prompt is put before text and not before token ids: give texts, or ids that hold the prompt",
             param="prompt_name",
+        )
+    if options.prompt and any(isinstance(prompt, ImagePrompt) for prompt in prompts):
+        raise InvalidParameterError(
+            "a prompt is put before text and not before images: put it into the text that stands with them",
+            param="prompt",
         )
 
 

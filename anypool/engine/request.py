@@ -14,6 +14,7 @@ import torch
 
 from anypool.config import is_int
 from anypool.errors import InvalidParameterError, InvalidRequestError
+from anypool.model_executor.images import ImageInputs
 from anypool.pooling.plan import PoolingPlan
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class Request:
         token_ids: What is run, special tokens included; at least one.
         plan: What it gets.
         token_type_ids: Segment ids of a text pair, for models that have them; None where all are 0.
+        images: What stands in the places of its image tokens; None for text alone.
         skip: Leading tokens that are not pooled.
         num_keys: Leading tokens that are attended to; None for all. Such a prompt is run whole.
         num_truncated_tokens: Ids that were cut off.
@@ -60,6 +62,7 @@ class Request:
     token_ids: list[int]
     plan: PoolingPlan
     token_type_ids: list[int] | None = None
+    images: ImageInputs | None = None
     skip: int = 0
     num_keys: int | None = None
     num_truncated_tokens: int = 0

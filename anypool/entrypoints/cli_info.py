@@ -24,7 +24,7 @@ from anypool.pooling.heads import LMHeadRows, Normalize
 # Texts by the values of `is_query`.
 _SIDES = {True: "queries", False: "documents", None: "texts of which nothing is said"}
 _BUILT_IN = "anypool.model_executor.models."
-_THROUGH_TRANSFORMERS = f"{_BUILT_IN}transformers_backend"
+_THROUGH_TRANSFORMERS = tuple(_BUILT_IN + name for name in ("transformers_backend", "two_tower", "vision_language"))
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +59,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "device": str(loaded.device),
         "quantization": None if loaded.quantization is None else _quantization(loaded.quantization),
         "tasks": [task.value for task in engine.supported_tasks],
+        "modalities": ["text"] if getattr(loaded.model, "image_input", None) is None else ["text", "image"],
         "attention": _attention(loaded),
         "pooling": {
             name: {"value": _plain(setting.value), "source": setting.source}
@@ -97,6 +98,7 @@ def as_text(facts: dict[str, Any]) -> str:
         ("device", facts["device"]),
         ("quantization", _quantization_line(facts["quantization"])),
         ("tasks", ", ".join(facts["tasks"])),
+        ("modalities", ", ".join(facts["modalities"])),
         ("attention", _attention_line(facts["attention"])),
         *((name, _setting(setting)) for name, setting in facts["pooling"].items() if _says_something(name, setting)),
         ("modules", ", ".join(map(_module, facts["modules"])) or "none"),
@@ -166,7 +168,7 @@ def _batch(facts: dict[str, Any]) -> str:
 
 
 def _runs(model_cls: type) -> str:
-    if model_cls.__module__ == _THROUGH_TRANSFORMERS:
+    if model_cls.__module__ in _THROUGH_TRANSFORMERS:
         return "transformers"
     return "native" if model_cls.__module__.startswith(_BUILT_IN) else "registered by the user"
 

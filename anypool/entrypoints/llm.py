@@ -17,7 +17,7 @@ from anypool.adapters.rerank_templates import ChatTemplate
 from anypool.config import EngineConfig, is_int
 from anypool.engine.engine import Engine
 from anypool.engine.preparation import PromptOptions
-from anypool.engine.prompts import Prompt, as_prompt_list, check_text
+from anypool.engine.prompts import Prompt, as_given, as_prompt_list, check_text
 from anypool.engine.request import Request, leaves
 from anypool.engine.spans import check_span_lists, check_spans
 from anypool.entrypoints.scoring import Scores, as_pairs, as_query_and_documents, score_pairs
@@ -47,6 +47,9 @@ from anypool.pooling.tasks import PoolingTask, encode2pooling_task, parse_task
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+# What is compared with something: a text, or a mapping with images.
+Scored = str | Mapping[str, Any]
 
 
 class PromptArguments(TypedDict, total=False):
@@ -106,7 +109,8 @@ class LLM:
         """Embeds prompts.
 
         Args:
-            prompts: A text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or a list of these.
+            prompts: A text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}`, for models that read images
+                `{"multi_modal_data": {"image": ...}}` with or without a `prompt`, or a list of these.
             pooling_params: Dimensions and normalisation, for all prompts or one per prompt.
             **arguments: The fields of `PromptArguments`.
 
@@ -351,8 +355,8 @@ class LLM:
 
     def score(
         self,
-        data_1: str | Sequence[str],
-        data_2: str | Sequence[str],
+        data_1: Scored | Sequence[Scored],
+        data_2: Scored | Sequence[Scored],
         /,
         *,
         pooling_params: PoolingParams | None = None,
@@ -370,7 +374,8 @@ class LLM:
         highest score counts.
 
         Args:
-            data_1: The first text of each pair, or the one of all: the query.
+            data_1: The first text of each pair, or the one of all: the query. A model that compares vectors and reads
+                images takes `{"multi_modal_data": {"image": ...}}` in place of a text, on either side.
             data_2: The second texts: the documents.
             pooling_params: Such as `activation`, for cross-encoders.
             chat_template: Jinja template of the prompt, or the name of a file, in place of the model's own.
@@ -397,8 +402,8 @@ class LLM:
 
     def rerank(
         self,
-        query: str,
-        documents: Sequence[str],
+        query: Scored,
+        documents: Sequence[Scored],
         top_n: int | None = None,
         *,
         pooling_params: PoolingParams | None = None,
@@ -427,14 +432,14 @@ class LLM:
         scores = self._scores(left, right, pooling_params, chat_template, instruction, fuse, arguments, roles=True)
         ranked = sorted(enumerate(scores), key=lambda entry: -float(entry[1][0]))
         return [
-            RerankResult(index=index, document=right[index], relevance_score=float(score))
+            RerankResult(index=index, document=as_given(right[index]), relevance_score=float(score))
             for index, (score, _) in ranked[: top_n or None]
         ]
 
     def _scores(
         self,
-        left: list[str],
-        right: list[str],
+        left: list[Any],
+        right: list[Any],
         params: PoolingParams | None,
         chat_template: str | None,
         instruction: str | None,

@@ -6,7 +6,7 @@ model compares vectors, and a late-interaction model compares token vectors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, ValuesView
+from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from anypool.adapters.rerank_templates import ChatTemplate, RerankTemplate, Temp
 from anypool.config import is_number
 from anypool.engine.engine import Engine
 from anypool.engine.preparation import PromptOptions
-from anypool.engine.prompts import Prompt, TextPair, check_text
+from anypool.engine.prompts import ImagePrompt, Prompt, TextPair, as_image_prompt, check_text
 from anypool.engine.request import Request
 from anypool.errors import InvalidParameterError, InvalidPromptError, UnsupportedTaskError
 from anypool.kernels.maxsim import maxsim
@@ -66,8 +66,8 @@ class ScoringPlan:
     finish: Callable[[Sequence[Ran]], Scores]
 
 
-def as_pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> tuple[list[str], list[str]]:
-    """Both sides as lists of one length: 1:1, 1:N or N:N.
+def as_pairs(data_1: Any, data_2: Any) -> tuple[list[Any], list[Any]]:
+    """Both sides as lists of one length: 1:1, 1:N or N:N; of texts, and of prompts with images as `ImagePrompt`s.
 
     Raises:
         InvalidPromptError: A side is not texts, or the lengths do not fit.
@@ -82,34 +82,46 @@ def as_pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> tuple[
     return left, right
 
 
-def as_query_and_documents(query: str, documents: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The query once per document, and the documents.
+def as_query_and_documents(query: Any, documents: Any) -> tuple[list[Any], list[Any]]:
+    """The query once per document, and the documents; each a text, or an `ImagePrompt` where it has images.
 
     Raises:
-        InvalidPromptError: The query is not a text, or the documents are not a list of them.
+        InvalidPromptError: The query is neither, or the documents are not a list of them.
     """
-    if not isinstance(query, str):
+    if _has_images(query):
+        query = as_image_prompt(query, "query")
+    elif isinstance(query, str):
+        check_text(query, "query")
+    elif not isinstance(query, ImagePrompt):
         raise InvalidPromptError(f"query={query!r} is not a text", param="query")
-    check_text(query, "query")
-    if isinstance(documents, str):
+    if isinstance(documents, str) or _has_images(documents):
         raise InvalidPromptError(f"documents={documents!r} is one text; give a list of texts", param="documents")
     listed = _texts(documents, "documents")
     return [query] * len(listed), listed
 
 
-def _texts(data: str | Sequence[str], name: str) -> list[str]:
-    given: Any = [data] if isinstance(data, str) else data
+def _texts(data: Any, name: str) -> list[Any]:
+    given: Any = [data] if isinstance(data, (str, ImagePrompt)) or _has_images(data) else data
     given = given.tolist() if hasattr(given, "tolist") else given  # numpy arrays of texts, and columns of tables
     if not isinstance(given, (Sequence, Iterator, ValuesView)) or isinstance(given, (bytes, bytearray, memoryview)):
         raise InvalidPromptError(
             f"{name} must be a text or a list of texts, and is of type {type(data).__name__}", param=name
         )
-    listed = list(given)
-    for index, text in enumerate(listed):
-        if not isinstance(text, str):
-            raise InvalidPromptError(f"{name} has {text!r} at {index}, which is not a text", param=name)
-        check_text(text, f"{name} {index}")
-    return listed
+    return [_text(one, name, index) for index, one in enumerate(given)]
+
+
+def _text(one: Any, name: str, index: int) -> str | ImagePrompt:
+    if isinstance(one, ImagePrompt):
+        return one
+    if _has_images(one):
+        return as_image_prompt(one, f"{name} {index}")
+    if not isinstance(one, str):
+        raise InvalidPromptError(f"{name} has {one!r} at {index}, which is not a text", param=name)
+    return check_text(one, f"{name} {index}")
+
+
+def _has_images(one: object) -> bool:
+    return isinstance(one, Mapping) and "multi_modal_data" in one
 
 
 def score_pairs(
@@ -173,6 +185,8 @@ def plan_scores(
     if fuse is not False:
         return _fused(engine, left, right, params, options, roles, _fusion_weights(engine, fuse))
     if reads_pairs(engine):
+        if any(isinstance(one, ImagePrompt) for one in (*left, *right)):
+            raise InvalidPromptError(f"{loaded.config.name} reads pairs of texts, and there is an image among them")
         scores = loaded.defaults.scores[PoolingTask.CLASSIFY]
         if scores.columns != 1:
             raise UnsupportedTaskError(

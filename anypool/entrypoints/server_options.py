@@ -39,6 +39,7 @@ class ServerOptions:
     body_timeout: float = _option(120.0, "seconds that a request's body may take to arrive")
     allow_origin: tuple[str, ...] = _option((), "origin that browsers may call from, or *; may be given several times")
     trust_request_chat_template: bool = _option(False, "take chat templates from requests, run in a sandbox")
+    allow_image_urls: bool = _option(False, "fetch images that requests name by an http or https URL")
     metrics: bool = _option(True, "serve /metrics")
     docs: bool = _option(True, "serve /docs and /openapi.json")
     page: bool = _option(True, "serve a page at / to try the models in a browser")

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from anypool.model_executor.attention import AttentionMetadata, PrefixKeys
+from anypool.model_executor.images import ImageInputs
 from anypool.model_executor.transfers import to_device
 from anypool.pooling.methods import Segments
 
@@ -25,6 +26,7 @@ class PackedBatch:
         segments: The prompts, for pooling: with their cached prefixes where hidden states are kept.
         token_type_ids_T: `[T]` int64 segment ids of text pairs, or None where all are 0.
         keeps_hidden: Whether hidden states go to and come from the store beside the keys.
+        images: Those of each sequence, on the host; empty where no sequence has any.
     """
 
     input_ids_T: torch.Tensor
@@ -33,6 +35,7 @@ class PackedBatch:
     segments: Segments
     token_type_ids_T: torch.Tensor | None = None
     keeps_hidden: bool = False
+    images: tuple[ImageInputs | None, ...] = ()
 
     @classmethod
     def pack(
@@ -46,6 +49,7 @@ class PackedBatch:
         starts: Sequence[int] | None = None,
         prompt_lengths: Sequence[int] | None = None,
         prefix: PrefixKeys | None = None,
+        images: Sequence[ImageInputs | None] = (),
         key_lengths: Sequence[int] | None = None,
     ) -> PackedBatch:
         """Packs token ids: those of whole prompts, or the part of each that this pass computes.
@@ -59,6 +63,7 @@ class PackedBatch:
             starts: Tokens of each prompt before its sequence; zeros where not given.
             prompt_lengths: Tokens of each whole prompt; where not given, those up to the end of its sequence.
             prefix: The cached keys of the tokens before, of which there are `starts`.
+            images: Those of each sequence.
             key_lengths: Leading tokens of each sequence that are attended to; all where not given.
         """
         assert sequences and all(sequences), "a batch holds at least one sequence, each with at least one token"
@@ -92,6 +97,7 @@ class PackedBatch:
             attn=AttentionMetadata(lengths, cu_seqlens, prompts, prefix, keys, keys_N),
             segments=Segments(lengths, skipped, device, input_ids_T, pad_token_id, cu_seqlens, skips_N),
             token_type_ids_T=others[0] if others else None,
+            images=tuple(images) if any(one is not None for one in images) else (),
         )
 
     def to(self, device: torch.device) -> PackedBatch:

@@ -176,8 +176,9 @@ class PoolingModelRunner:
         prefix = batch.attn.prefix
         if prefix is not None:
             prefix.begin()
+        images = {"images": batch.images} if batch.images else {}  # only classes that read images know the argument
         hidden_TD: torch.Tensor = self.model(
-            batch.input_ids_T, batch.positions_T, batch.attn, token_type_ids_T=batch.token_type_ids_T
+            batch.input_ids_T, batch.positions_T, batch.attn, token_type_ids_T=batch.token_type_ids_T, **images
         )
         if prefix is not None:
             prefix.end()

@@ -21,6 +21,7 @@ from anypool.engine.engine import Engine
 from anypool.entrypoints.serve.call import serve_call
 from anypool.entrypoints.serve.exchange import Exchange
 from anypool.entrypoints.serve.failures import answer_error
+from anypool.entrypoints.serve.fetching import ImageFetcher
 from anypool.entrypoints.serve.http_errors import HTTPError
 from anypool.entrypoints.serve.middleware import ExchangeMiddleware
 from anypool.entrypoints.serve.openapi import document
@@ -55,7 +56,10 @@ def create_app(engine: Engine | Sequence[Engine], options: ServerOptions | None 
     """
     engines = [engine] if isinstance(engine, Engine) else list(engine)
     options = options or ServerOptions()
-    models = [ServedModel(one, trusts_templates=options.trust_request_chat_template) for one in engines]
+    fetch = ImageFetcher() if options.allow_image_urls else None
+    models = [
+        ServedModel(one, trusts_templates=options.trust_request_chat_template, fetch_image=fetch) for one in engines
+    ]
     state = ServerState(ServedModels(models), options)
     app = FastAPI(
         title="anypool",

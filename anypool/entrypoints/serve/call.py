@@ -112,7 +112,8 @@ async def serve_call(state: ServerState, exchange: Exchange, calls: Sequence[Cal
         priority=asked.priority or 0, timeout_s=None if left_s == math.inf else left_s, cache_salt=asked.cache_salt
     )
     # A template of the request's may run for seconds: by itself, then, and on a thread.
-    size = len(body) if getattr(asked, "chat_template", None) is None else max(len(body), SMALL)
+    has_template = getattr(asked, "chat_template", None) is not None
+    size = max(len(body), asked.least_size, SMALL if has_template else 0)
     _, results = await exchange.unless_gone(model.async_engine.serve(prepare, serving, size=size))
     [work] = works
     if sum(result.numel() for result in results) <= _INLINE_NUMBERS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -18,14 +18,16 @@ from anypool.adapters.template_limits import LONGEST_RENDER_S, at_most
 from anypool.config import require
 from anypool.engine.async_engine import AsyncEngine
 from anypool.engine.engine import Engine
+from anypool.engine.images import decode_data_url
 from anypool.engine.preparation import PromptOptions
+from anypool.engine.prompts import ImagePrompt
 from anypool.engine.request import Request
 from anypool.engine.spans import SpannedPrompt
 from anypool.engine.tokenization import Tokenizer
 from anypool.entrypoints.cli_info import describe
 from anypool.entrypoints.serve.http_errors import HTTPError
 from anypool.entrypoints.serve.prompt_names import NamedPrompts
-from anypool.entrypoints.serve.schemas.chat import ChatFields
+from anypool.entrypoints.serve.schemas.chat import ChatFields, Conversation, image_urls
 from anypool.entrypoints.serve.schemas.common import CommonFields
 from anypool.errors import InvalidParameterError, InvalidPromptError, PromptTooLongError
 from anypool.pooling.params import PoolingParams
@@ -44,12 +46,21 @@ class ServedModel:
     Args:
         engine: What runs it.
         trusts_templates: Whether requests may bring chat templates.
+        fetch_image: The bytes of an image on the web; None where none is fetched.
     """
 
-    def __init__(self, engine: Engine, *, trusts_templates: bool = False) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        trusts_templates: bool = False,
+        fetch_image: Callable[[str, str], bytes] | None = None,
+    ) -> None:
         self.engine = engine
         self.async_engine = AsyncEngine(engine)
         self.trusts_templates = trusts_templates
+        self.fetch_image = fetch_image
+        self.image_input: str | None = getattr(engine.loaded.model, "image_input", None)
         self.created = int(time.time())
         self.name = served_name(engine)
         self.prompts = NamedPrompts(engine.loaded.recipe.prompts, has_sides=_has_sides(engine))
@@ -107,7 +118,10 @@ class ServedModel:
                 raise InvalidParameterError(
                     "messages hold their own instructions: leave the prompt out", param="prompt"
                 )
-            prompts, options = self.render(asked), _without_prompt(options)
+            prompts = self.render(asked)
+            # Text that no template wrote has no special tokens yet.
+            bare = asked.add_special_tokens is None and self.reads_bare_messages(asked)
+            options = _without_prompt(options, special_tokens=bare or options.special_tokens)
         return self.requests(prompts, task, self.params(asked, task), options)
 
     def params(self, asked: CommonFields, task: PoolingTask | Sequence[PoolingTask]) -> PoolingParams:
@@ -173,26 +187,65 @@ class ServedModel:
                 f"input {index} has {len(prompt):,} characters, and this server cuts texts of at most {longest:,}"
             )
 
-    def render(self, asked: ChatFields) -> list[str]:
-        """The texts of a body's conversations.
+    def render(self, asked: ChatFields) -> list[str | ImagePrompt]:
+        """The texts of a body's conversations, with their images where they have some.
 
         Raises:
-            InvalidRequestError: There is no template for them, or it is the request's and may not be used.
+            InvalidRequestError: There is no template for them, or it is the request's and may not be used; or an image
+                cannot be had.
         """
-        template = self._template(asked)
-        with at_most(LONGEST_RENDER_S) if asked.chat_template is not None else nullcontext():
-            return self._rendered(asked, template)
+        conversations = asked.messages or []
+        urls = [image_urls(conversation) for conversation in conversations]
+        if self.image_input is None and any(urls):
+            raise InvalidPromptError(f"messages has an image, and {self.name} reads text alone", param="messages")
+        if self.reads_bare_messages(asked):
+            texts = [bare_text(conversation, self.name) for conversation in conversations]
+        else:
+            template = self._template(asked)
+            with at_most(LONGEST_RENDER_S) if asked.chat_template is not None else nullcontext():
+                texts = self._rendered(asked, template)
+        return [self._with_images(*one) for one in zip(texts, urls, strict=True)]
 
     def _rendered(self, asked: ChatFields, template: ConversationTemplate) -> list[str]:
         return [
             template.render(
-                conversation,
+                [{**message, "content": _without_urls(message["content"])} for message in conversation],
                 add_generation_prompt=asked.add_generation_prompt,
                 continue_final_message=asked.continue_final_message,
                 variables=asked.chat_template_kwargs,
             )
             for conversation in asked.messages or ()
         ]
+
+    def with_images(self, content: str | list[dict[str, str]]) -> str | ImagePrompt:
+        """What is scored: a text as it is, or the images among a message's parts with its text."""
+        if isinstance(content, str):
+            return content
+        text = "".join(part.get("text", "") for part in content)
+        return self._with_images(text, image_urls([{"content": content}]))
+
+    def _with_images(self, text: str, urls: Sequence[str]) -> str | ImagePrompt:
+        images = tuple(self._image(url, f"image {number}") for number, url in enumerate(urls))
+        return ImagePrompt(images, text or None) if images else text
+
+    def reads_bare_messages(self, asked: ChatFields) -> bool:
+        """Whether the content of a conversation's one message is the prompt: of models of images without a template."""
+        return (
+            self.image_input is not None
+            and asked.chat_template is None
+            and (self.image_input != "inline" or self._own_template is None)
+        )
+
+    def _image(self, url: str, where: str) -> bytes:
+        if url.startswith("data:"):
+            return decode_data_url(url, where)
+        if self.fetch_image is None:
+            raise InvalidPromptError(
+                f"{where} is a URL on the web, which this server does not fetch: send a data: URL, or start it with "
+                "--allow-image-urls",
+                param="messages",
+            )
+        return self.fetch_image(url, where)
 
     def _template(self, asked: ChatFields) -> ConversationTemplate:
         brought = asked.chat_template is not None or "chat_template" in (asked.chat_template_kwargs or {})
@@ -227,6 +280,25 @@ def _has_sides(engine: Engine) -> bool:
     return engine.loaded.multi_vector is not None or engine.loaded.recipe.router is not None
 
 
+def bare_text(conversation: Conversation, name: str) -> str:
+    """The text of a conversation of one message.
+
+    Raises:
+        InvalidPromptError: There are several, and no template that joins them.
+    """
+    if len(conversation) != 1 or conversation[0]["role"] != "user":
+        raise InvalidPromptError(f"{name} has no chat template: send one message, of the role user", param="messages")
+    content = conversation[0]["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def _without_urls(content: Any) -> Any:
+    """Parts as a chat template sees them: it writes a placeholder for an image, whatever it is."""
+    if isinstance(content, str):
+        return content
+    return [{"type": "image"} if part["type"] == "image" else part for part in content]
+
+
 def refuse_template(*, trusted: bool) -> None:
     """Refuses a chat template that comes with a request, unless the server takes them."""
     if not trusted:
@@ -236,12 +308,12 @@ def refuse_template(*, trusted: bool) -> None:
         )
 
 
-def _without_prompt(options: PromptOptions) -> PromptOptions:
+def _without_prompt(options: PromptOptions, *, special_tokens: bool) -> PromptOptions:
     return PromptOptions(
         prompt="",
         truncate_prompt_tokens=options.truncate_prompt_tokens,
         truncation_side=options.truncation_side,
-        special_tokens=options.special_tokens,
+        special_tokens=special_tokens,
     )
 
 

@@ -27,6 +27,9 @@ class Backbone(nn.Module):
         checkpoint_renames: Regular expressions that turn checkpoint names into parameter names.
         ignored_checkpoint_names: Regular expressions of tensors that a checkpoint may hold and nobody needs.
         has_attention_bias: Whether a table is added to the scores of every layer.
+        image_input: How images come into a prompt, for classes whose `forward` takes `images`, one entry per sequence:
+            "tower" for an image in place of a text, "page" for an image with a text of the model's own around it,
+            "inline" for images anywhere in a text. None for classes that read text alone.
 
     Attributes:
         takes_prefix: Whether a prompt may be run in chunks, each attending to the cached keys of those before it:
@@ -43,6 +46,7 @@ class Backbone(nn.Module):
     checkpoint_renames: ClassVar[Renames] = ()
     ignored_checkpoint_names: ClassVar[Sequence[str]] = ()
     has_attention_bias: ClassVar[bool] = False
+    image_input: ClassVar[Literal["tower", "page", "inline"] | None] = None
 
     takes_prefix: bool = False
     takes_fewer_keys: bool = False

@@ -203,6 +203,11 @@ class CommonFields(BaseModel):
         return PoolingParams(normalize=self.normalize, activation=self.activation, use_activation=self.use_activation)
 
     @property
+    def least_size(self) -> int:
+        """How many characters preparing the inputs takes at least as long as, where the body does not tell."""
+        return 0
+
+    @property
     def asked_use(self) -> str | None:
         """What inputs are, where `task` says it."""
         return self.task
