@@ -254,8 +254,8 @@ def _embed_pooler(
         found[side], out_features = build_head(opened.repository, modules, in_features)
         if out_features != size:
             raise CheckpointFormatError(
-                f"{opened.repository.name}: the routes give vectors of {size} and of {out_features} numbers, which cannot be "
-                "compared"
+                f"{opened.repository.name}: the routes give vectors of {size} and of {out_features} numbers, which cannot "
+                "be compared"
             )
     return RoutedEmbedPooler(types, found)
 
