@@ -48,7 +48,9 @@ PUBLIC = [
     "encode2pooling_task",
     "is_pooling_model",
     "is_text_generation_model",
+    "maxsim",
     "quantize_embeddings",
+    "quantize_token_embeddings",
     "register_head",
     "register_model",
 ]

@@ -146,6 +146,11 @@ def load_pooling_model(
             f"PoolerConfig: pooling_type={'+'.join(user.pooling_types)!r} has no effect: "
             f"{model_cls.__name__} has a pooler of its own"
         )
+    if recipe.multi_vector is not None and engine.convert in ("embed", "reward") and user.pooling_types is None:
+        raise ConfigError(
+            f"convert={engine.convert!r}: {config.name} gives a vector per token; for one per text say how it is "
+            "pooled, pooler_config=PoolerConfig(pooling_type='MEAN')"
+        )
     device = pick_device(engine.device)
     dtype = pick_dtype(engine.dtype, config, device, quantized=engine.quantization is not None)
     if engine.quantization is not None:
@@ -254,8 +259,8 @@ def _embed_pooler(
         found[side], out_features = build_head(opened.repository, modules, in_features)
         if out_features != size:
             raise CheckpointFormatError(
-                f"{opened.repository.name}: the routes give vectors of {size} and of {out_features} numbers, which cannot "
-                "be compared"
+                f"{opened.repository.name}: the routes give vectors of {size} and of {out_features} numbers, which "
+                "cannot be compared"
             )
     return RoutedEmbedPooler(types, found)
 

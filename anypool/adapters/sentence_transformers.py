@@ -404,7 +404,8 @@ def module_config(
     if kind not in ("Dense", "LayerNorm", "Normalize"):
         raise CheckpointFormatError(
             f"{repository.name}: modules.json lists a module {kind!r} that is not supported; "
-            "supported: Dense, LayerNorm, Normalize, Dropout"
+            f"supported after {'the Transformer' if rows == 'token_embeddings' else 'Pooling'}: Dense, LayerNorm, "
+            "Normalize, Dropout"
         )
     config = repository.read_object(f"{path}/config.json")
     if config is None and kind != "Normalize":

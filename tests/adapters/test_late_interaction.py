@@ -362,3 +362,5 @@ def test_one_vector_per_text_is_served_where_its_pooling_is_said() -> None:
     with loaded(FIXTURES / "pylate", pooler_config=PoolerConfig(pooling_type="MEAN")) as llm:
         assert llm.supported_tasks == ("token_embed", "embed")
         assert llm.embed("cat", use_tqdm=False)[0].outputs.data.shape == (16,)
+    with pytest.raises(ConfigError, match=r"convert='embed': .* gives a vector per token; for one per text say how"):
+        LLM(FIXTURES / "pylate", device="cpu", convert="embed")

@@ -118,12 +118,12 @@ class ServedModel:
         """
         params = asked.pooling_params
         defaults = self.engine.loaded.defaults
-        takes_sides = (
-            (task is PoolingTask.TOKEN_EMBED and defaults.token_vectors is not None)
-            or (task is PoolingTask.SPARSE_EMBED and defaults.sparse is not None)
-            or (task is PoolingTask.EMBED and defaults.sides is not None)
-        )
-        if not (self.prompts.has_sides and takes_sides):
+        takes_sides = {
+            PoolingTask.TOKEN_EMBED: defaults.token_vectors is not None,
+            PoolingTask.SPARSE_EMBED: defaults.sparse is not None,
+            PoolingTask.EMBED: defaults.sides is not None,
+        }
+        if not isinstance(task, PoolingTask) or not self.prompts.has_sides or not takes_sides.get(task, False):
             return params
         is_query = self.prompts.is_query(input_type=asked.input_type, task=asked.asked_use)
         if is_query is None:
