@@ -39,7 +39,6 @@ from anypool.model_executor.registry import ModelRegistry
 from anypool.model_executor.weights.checkpoint import Checkpoint, open_checkpoint
 from anypool.model_executor.weights.loading import construct
 from anypool.model_executor.weights.repository import Repository
-from anypool.pooling.heads import Dense
 from anypool.pooling.methods import PoolingType
 from anypool.pooling.plan import PoolingDefaults
 from anypool.pooling.pooler import EmbedPooler, Pooler
@@ -197,7 +196,7 @@ def load_pooling_model(
     elif multi_vector is not None:
         serve_token_vectors(model, multi_vector, token_head.to(device), types=types)
     else:
-        model.pooler.install(PoolingTask.EMBED, _embed_pooler(opened.repository, recipe, types, dense, size).to(device))
+        model.pooler.install(PoolingTask.EMBED, _embed_pooler(opened, recipe, types, dense, size).to(device))
         if head is not None:
             head.module.to(device)
             for task, pooler in score_poolers(head, types=settings["score_pooling_type"].value).items():
@@ -248,7 +247,7 @@ def load_pooling_model(
 
 
 def _embed_pooler(
-    repository: Repository, recipe: Recipe, types: tuple[PoolingType, ...], dense: nn.Sequential, size: int
+    opened: OpenedModel, recipe: Recipe, types: tuple[PoolingType, ...], dense: nn.Sequential, size: int
 ) -> Pooler:
     """The pooler of dense vectors, with a head for each side where the checkpoint's router has several."""
     heads = {} if recipe.router is None else recipe.router.heads
@@ -256,12 +255,12 @@ def _embed_pooler(
         return EmbedPooler(types, dense)
     found = {}
     for side, modules in heads.items():
-        in_features = next((int(one.in_features) for one in dense if isinstance(one, Dense)), size)
-        found[side], out_features = build_head(repository, modules, in_features)
+        in_features = opened.config.hidden_size * len(types)
+        found[side], out_features = build_head(opened.repository, modules, in_features)
         if out_features != size:
             raise CheckpointFormatError(
-                f"{repository.name}: the routes give vectors of {size} and of {out_features} numbers, which cannot be "
-                "compared"
+                f"{opened.repository.name}: the routes give vectors of {size} and of {out_features} numbers, which "
+                "cannot be compared"
             )
     return RoutedEmbedPooler(types, found)
 

@@ -176,7 +176,7 @@ def make_plan(task: PoolingTask, params: PoolingParams, defaults: PoolingDefault
         _only(params, _TOKEN_VECTOR_FIELDS, task)
         return _token_vector_plan(params, defaults.token_vectors)
     if scores is None:
-        _only(params, _fields_of(task, defaults), task)
+        _only(params, tuple(dict.fromkeys((*_EMBED_FIELDS, *_fields_of(task, defaults)))), task)
         return _embed_plan(task, params, defaults)
     _only(params, _TOKEN_SCORE_FIELDS if scores.token_level else _SCORE_FIELDS, task)
     columns = scores.returned_columns
@@ -250,8 +250,9 @@ def _fields_of(task: PoolingTask, defaults: PoolingDefaults) -> tuple[str, ...]:
         return _SPARSE_FIELDS
     scores = defaults.scores.get(task)
     if scores is None:
-        routed = ("is_query",) if task is PoolingTask.EMBED and defaults.sides is not None else ()
-        return (*_EMBED_FIELDS, *routed)
+        if task is not PoolingTask.EMBED:
+            return tuple(name for name in _EMBED_FIELDS if name != "dimensions")
+        return _EMBED_FIELDS if defaults.sides is None else (*_EMBED_FIELDS, "is_query")
     return _TOKEN_SCORE_FIELDS if scores.token_level else _SCORE_FIELDS
 
 

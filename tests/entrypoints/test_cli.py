@@ -69,7 +69,15 @@ PROMPT_FLAGS = {"--prompt-name", "--truncate", "--truncate-prompt-tokens"}
 OWN_FLAGS = {
     "embed": FILE_FLAGS
     | PROMPT_FLAGS
-    | {"--dimensions", "--normalize", "--no-normalize", "--precision", "--calibration"},
+    | {
+        "--dimensions",
+        "--normalize",
+        "--no-normalize",
+        "--precision",
+        "--calibration",
+        "--sparse",
+        "--max-active-dims",
+    },
     "classify": FILE_FLAGS | PROMPT_FLAGS | {"--activation"},
     "reward": FILE_FLAGS | PROMPT_FLAGS | {"--activation"},
     "rerank": FILE_FLAGS | {"--query", "--top-n", "--instruction", "--truncate-prompt-tokens", "--activation"},
@@ -700,6 +708,7 @@ def test_info_shows_modules_prompts_and_sizes() -> None:
         },
         "similarity": "dot",
         "multi_vector": None,
+        "sparse": {"made_by": "SPLADE", "size": 10, "max_active_dims": 64, "looked_up": ["queries"]},
         "rerank_template": "T",
         "head": {
             "per": "token", "labels": ["A", "B"], "logit_mean": 1.5, "logit_sigma": 2.0,
@@ -719,6 +728,7 @@ def test_info_shows_modules_prompts_and_sizes() -> None:
         "128 (from: user)",
         "no (from: user)",
         "Dense 768 -> 256, X",
+        "SPLADE, at most 64; looked up for queries",
         "128, 256",
         "'query: '",
         "causal, sliding window of 512 tokens, scores soft-capped at 50 (layers: 26 triton, 2 varlen)",
