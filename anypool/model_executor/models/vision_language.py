@@ -43,7 +43,7 @@ class VisionLanguageForConditionalGeneration(TransformersForConditionalGeneratio
         self._of_prompt: ImageInputs | None = None
 
     def load(self, repository: Repository, **options: Any) -> None:
-        """As `Backbone.load`. Prompts run whole: cached keys would be found by token ids, which say nothing of images."""
+        """As `Backbone.load`. Prompts run whole: cached keys are found by token ids, which say nothing of images."""
         super().load(repository, **options)
         self.takes_prefix = False
 
