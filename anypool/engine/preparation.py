@@ -212,6 +212,8 @@ class Preparation:
         encoded = iter(self._encode(texts, special_tokens=options.special_tokens))
         requests = []
         for index, (prompt, which, (plan,)) in enumerate(zip(checked, sides, plans, strict=True)):
+            if isinstance(prompt, ImagePrompt):
+                raise InvalidPromptError(f"input {index} has an image, and {self.loaded.config.name} reads text alone")
             if isinstance(prompt, (TextPair, TemplatedPrompt)):
                 raise InvalidPromptError(
                     f"input {index} is a pair of texts, and {self.loaded.config.name} reads each text by itself"

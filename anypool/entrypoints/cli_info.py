@@ -18,6 +18,7 @@ from anypool.config import EngineConfig
 from anypool.engine.engine import Engine
 from anypool.entrypoints.cli_flags import add_engine_flags, engine_arguments
 from anypool.model_executor.attention.choice import attention_ways
+from anypool.model_executor.models.transformers_backend import TransformersModel, Way
 from anypool.model_executor.registry import is_encoder_model
 from anypool.pooling.heads import LMHeadRows, Normalize
 
@@ -54,6 +55,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "architecture": loaded.config.architecture,
         "class": type(loaded.model).__name__,
         "runs": _runs(type(loaded.model)),
+        "batches": _batches(loaded.model),
         "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": str(loaded.device),
@@ -92,7 +94,8 @@ def as_text(facts: dict[str, Any]) -> str:
     rows = [
         ("model", facts["model"]),
         ("architecture", facts["architecture"]),
-        ("class", f"{facts['class']} ({facts['runs']})"),
+        ("class", f"{facts['class']} ({facts['runs']}, in {Way(facts['batches']['way']).label})"),
+        *(("not in", reason) for reason in facts["batches"]["rejected"]),
         ("parameters", f"{facts['parameters']:,}"),
         ("dtype", facts["dtype"]),
         ("device", facts["device"]),
@@ -168,9 +171,16 @@ def _batch(facts: dict[str, Any]) -> str:
 
 
 def _runs(model_cls: type) -> str:
-    if model_cls.__module__ in _THROUGH_TRANSFORMERS:
+    if model_cls.__module__.startswith(_THROUGH_TRANSFORMERS):
         return "transformers"
     return "native" if model_cls.__module__.startswith(_BUILT_IN) else "registered by the user"
+
+
+def _batches(model: nn.Module) -> dict[str, Any]:
+    """How texts share a run of the model, and what was tried before it."""
+    if isinstance(model, TransformersModel):
+        return {"way": model.way.value, "rejected": list(model.rejected)}
+    return {"way": Way.PACKED.value, "rejected": []}
 
 
 def _attention(loaded: LoadedModel) -> dict[str, Any]:

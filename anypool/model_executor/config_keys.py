@@ -70,7 +70,8 @@ def _is_right(key: str, value: Any) -> tuple[bool, str]:
     if key in _FLAGS:
         return isinstance(value, bool), "true or false"
     if key in _TEXTS:
-        return isinstance(value, str), "a name"
+        # MobileBERT's classifier_activation says whether its pooler has one.
+        return isinstance(value, str) or (key == "classifier_activation" and isinstance(value, bool)), "a name"
     if key in _TABLES:
         return isinstance(value, Mapping), "an object"
     if key in ("classifier_from_token", "layer_types"):

@@ -97,6 +97,7 @@ def read_head(keys: Keys) -> HeadConfig:
     names = {_label_number(i, keys): str(label) for i, label in (keys.get("id2label", None) or {}).items()}
     saved = keys.get("sentence_transformers", None)
     activation = saved.get("activation_fn") if isinstance(saved, Mapping) else None
+    named = keys.get("classifier_activation", None)
     scale = keys.get("logits_scaling", None)  # Granite divides by it
     return HeadConfig(
         labels=keys.get("num_labels", None) or len(names) or None,
@@ -104,7 +105,7 @@ def read_head(keys: Keys) -> HeadConfig:
         problem_type=_problem_type(keys),
         score_activation=activation or keys.get("sbert_ce_default_activation_function", None),
         pooling=keys.get("classifier_pooling", "cls"),
-        activation=keys.get("classifier_activation", None) or keys.get("pooler_hidden_act", None),
+        activation=named if isinstance(named, str) else keys.get("pooler_hidden_act", None),
         classifier_from_token=tuple(keys.get("classifier_from_token", None) or ()),
         method=keys.get("method", None),
         is_original_qwen3_reranker=bool(keys.get("is_original_qwen3_reranker", False)),

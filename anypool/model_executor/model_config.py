@@ -7,6 +7,7 @@ configuration class. Nothing else reads config.json.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,8 @@ from anypool.model_executor.config_readers import (
 )
 from anypool.model_executor.layers.rotary import RopeConfig, frequency_length
 from anypool.model_executor.weights.repository import Repository
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["FULL", "SLIDING", "DisentangledConfig", "HeadConfig", "ModelConfig"]
 
@@ -50,6 +53,8 @@ class ModelConfig:
         disentangled: DeBERTa's attention.
         matryoshka_dimensions: Sizes it was trained to be cut to; None where none are named.
         is_matryoshka: What the checkpoint says about being cut; None where it says nothing.
+        is_encoder_decoder: Whether it is an encoder and a decoder, of which the encoder is run.
+        not_native: Why no native class runs it although there is one for its family; None where none stands against it.
         raw: config.json with the user's overrides, for transformers' own classes.
     """
 
@@ -86,6 +91,8 @@ class ModelConfig:
     matryoshka_dimensions: tuple[int, ...] | None = None
     is_matryoshka: bool | None = None
     trust_remote_code: bool = False
+    is_encoder_decoder: bool = False
+    not_native: str | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -131,9 +138,26 @@ class ModelConfig:
             "head": read_head(keys),
             "pad_token_id": keys.get("pad_token_id", None),
         }
+        if trust_remote_code and "auto_map" in raw:
+            not_native = f"{repository.name}: trust_remote_code=True: its own code runs it, no native class"
+            return cls(**{**common, **_read_with_transformers(repository, raw, True), "not_native": not_native})
         if reader is None:
             return cls(**{**common, **_read_with_transformers(repository, raw, trust_remote_code)})
-        config = cls(**{**common, **reader(keys)})
+        if "auto_map" in raw:
+            logger.warning(
+                "%s comes with code of its own, which does not run: pass trust_remote_code=True if you trust it and "
+                "its numbers differ from those of %s",
+                repository.name,
+                model_type,
+            )
+        try:
+            config = cls(**{**common, **reader(keys)})
+        except UnsupportedArchitectureError as error:  # a value that the native class does not implement
+            try:
+                through = _read_with_transformers(repository, raw, trust_remote_code)
+            except (ModelLoadError, MissingDependencyError):
+                raise error from None
+            return cls(**{**common, **through, "not_native": str(error)})
         keys.report_unknown()
         return config
 
@@ -168,7 +192,9 @@ def _read_with_transformers(repository: Repository, raw: Mapping[str, Any], trus
         raise UnsupportedArchitectureError(
             f"{repository.name}: transformers does not know the model type {raw['model_type']!r}{hint}"
         ) from error
-    text = config.get_text_config()
+    is_encoder_decoder = bool(config.is_encoder_decoder)
+    text = getattr(config, "encoder", config) if is_encoder_decoder else config.get_text_config()
+    text = text if hasattr(text, "hidden_size") else config
     values: dict[str, Any] = {}
     for ours, theirs, fallback in (
         ("hidden_size", "hidden_size", None),
@@ -185,6 +211,7 @@ def _read_with_transformers(repository: Repository, raw: Mapping[str, Any], trus
     # Some OPT models project their states down to the size of their embeddings.
     values["hidden_size"] = getattr(text, "word_embed_proj_dim", None) or values["hidden_size"]
     values["is_causal"] = raw.get("is_causal", True)
+    values["is_encoder_decoder"] = is_encoder_decoder
     values["tie_word_embeddings"] = bool(getattr(text, "tie_word_embeddings", False))
     values["final_softcap"] = getattr(text, "final_logit_softcapping", None)
     values["norm_eps"] = getattr(text, "layer_norm_eps", None) or 1e-6

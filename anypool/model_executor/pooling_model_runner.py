@@ -165,13 +165,17 @@ class PoolingModelRunner:
         results = [_to_host([one.result()], 1)[0] for one in pooling] if is_last else []
         return _output(results[:1], [results[1:]] if is_last else [], self._padding(batch), began, forwarded)
 
+    @property
+    def _fills(self) -> bool:
+        return self.device.type == "cpu" and bool(getattr(self.model, "fills_batches", True))
+
     def _padding(self, batch: PackedBatch) -> int:
         tokens = batch.input_ids_T.shape[0]
-        return common_rows(tokens) - tokens if self.device.type == "cpu" else 0
+        return common_rows(tokens) - tokens if self._fills else 0
 
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         tokens = batch.input_ids_T.shape[0]
-        if self.device.type == "cpu":
+        if self._fills:
             batch = batch.filled()
         prefix = batch.attn.prefix
         if prefix is not None:

@@ -54,7 +54,7 @@ _WITH_IMAGES: dict[str, str] = {
     "Siglip2Model": "two_tower:SiglipModel",
     "SiglipModel": "two_tower:SiglipModel",
 }
-_GENERATES_FROM_IMAGES = "vision_language:TransformersForConditionalGeneration"
+_GENERATES_FROM_IMAGES = "vision_language:VisionLanguageForConditionalGeneration"
 
 # Heads that the adapters build over the backbone of the same name.
 HEAD_SUFFIXES = (
@@ -66,6 +66,7 @@ HEAD_SUFFIXES = (
     "RewardModel",
 )
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
+_MULTIMODAL_SUFFIX = "ForConditionalGeneration"
 _BASE_SUFFIXES = ("Model", "ForMaskedLM", "ForPreTraining", "ForTextEncoding")
 
 
@@ -110,7 +111,7 @@ class _Registry:
             UnsupportedArchitectureError: There is none; the message lists what is known.
         """
         architecture = config.architecture
-        if model_impl != "transformers":
+        if model_impl != "transformers" and config.not_native is None:
             for name in (architecture, *_backbone_names(architecture)):
                 own = self._own.get(name)
                 if isinstance(own, type):
@@ -119,23 +120,32 @@ class _Registry:
                 if path is not None:
                     return _import(name, path)
         if model_impl == "native":
+            if config.not_native is not None:
+                raise UnsupportedArchitectureError(config.not_native)
             raise self._unknown(architecture, "has no native class")
         if (path := _path_with_images(config)) is not None:
             return _import(architecture, f"{_MODELS}.{path}")
-        return self._transformers_cls(architecture, config.model_type)
+        return self._transformers_cls(architecture, config)
 
-    def _transformers_cls(self, architecture: str, model_type: str) -> type[nn.Module]:
+    def _transformers_cls(self, architecture: str, config: ModelConfig) -> type[nn.Module]:
         from anypool.model_executor.models.transformers_backend import (
             TransformersForCausalLM,
+            TransformersForConditionalGeneration,
             TransformersModel,
             is_causal_family,
+            kind_of,
         )
 
-        if architecture.endswith(_CAUSAL_SUFFIXES):
+        kind = kind_of(architecture)
+        if kind == "causal" or (kind is None and architecture.endswith(_CAUSAL_SUFFIXES)):
             return TransformersForCausalLM
+        if config.is_encoder_decoder:
+            return TransformersModel
+        if architecture.endswith(_MULTIMODAL_SUFFIX):
+            return TransformersForConditionalGeneration
         if architecture.endswith(HEAD_SUFFIXES):
-            return TransformersForCausalLM if is_causal_family(model_type) else TransformersModel
-        if architecture.endswith(_BASE_SUFFIXES):
+            return TransformersForCausalLM if is_causal_family(config.model_type) else TransformersModel
+        if kind == "encoder" or architecture.endswith(_BASE_SUFFIXES):
             return TransformersModel
         raise self._unknown(architecture, "is not known")
 
@@ -143,7 +153,7 @@ class _Registry:
         return UnsupportedArchitectureError(
             f"architecture {architecture!r} {what}. Native: {', '.join(self.get_supported_archs())}. "
             f"Through transformers: names that end in "
-            f"{', '.join((*_CAUSAL_SUFFIXES, *_BASE_SUFFIXES, *HEAD_SUFFIXES))}. "
+            f"{', '.join((*_CAUSAL_SUFFIXES, _MULTIMODAL_SUFFIX, *_BASE_SUFFIXES, *HEAD_SUFFIXES))}. "
             "Your own: ModelRegistry.register_model"
         )
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 import transformers as hf
 
-from anypool.errors import UnsupportedArchitectureError, WeightsError
-from tests.models.parity import packed_states, random_ids, reference_states, save_random
+from anypool.errors import WeightsError
+from anypool.model_executor.models.transformers_backend import Way
+from anypool.model_executor.packed_batch import PackedBatch
+from tests.models.parity import CPU, load, packed_states, random_ids, reference_states, run, save_random
 
 COMMON = {
     "vocab_size": 120,
@@ -107,32 +109,10 @@ def save(name: str, folder: Path) -> Any:
 def test_packed_equals_unpacked(name: str, tmp_path: Path) -> None:
     model = save(name, tmp_path)
     texts = random_ids(120)
-    actual = packed_states(tmp_path, texts, model_impl="transformers")
+    ours = load(tmp_path, model_impl="transformers")
+    assert ours.way is Way.PACKED
+    actual = run(ours, PackedBatch.pack(texts, device=CPU))
     torch.testing.assert_close(actual, reference_states(model, texts), atol=1e-5, rtol=0)
-
-
-REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "bloom": ("BloomForCausalLM", "BloomConfig", {"vocab_size": 120, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
-    "deberta-v2": ("DebertaV2Model", "DebertaV2Config", COMMON),
-    "mpnet": ("MPNetModel", "MPNetConfig", COMMON),
-    "mamba": ("MambaForCausalLM", "MambaConfig", {"vocab_size": 120, "hidden_size": 32, "num_hidden_layers": 2}),
-    "t5": (
-        "T5Model",
-        "T5Config",
-        {"vocab_size": 120, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
-    ),
-    "esm": ("EsmModel", "EsmConfig", {**COMMON, "position_embedding_type": "absolute", "mask_token_id": 3}),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_would_not_give_its_own_numbers_is_refused_with_a_reason(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(CASES, name, REFUSED[name])
-    save(name, tmp_path)
-    with pytest.raises(UnsupportedArchitectureError, match="cannot run on packed batches through transformers: "):
-        packed_states(tmp_path, [[5, 6]], model_impl="transformers")
 
 
 def test_the_probe_notices_positions_that_do_not_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,8 +126,9 @@ def test_the_probe_notices_positions_that_do_not_restart(tmp_path: Path, monkeyp
 
     save("gpt2", tmp_path)
     monkeypatch.setattr(TransformersModel, "forward", broken)
-    with pytest.raises(UnsupportedArchitectureError, match="differ by"):
-        packed_states(tmp_path, [[5, 6]])
+    model = load(tmp_path)
+    assert model.way is Way.PADDED
+    assert model.rejected[0].startswith("packed batches: hidden states differ by")
 
 
 def test_is_causal_false_turns_a_causal_lm_bidirectional(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import transformers as hf
 from anypool import LLM
 from anypool.adapters.processors import load_processor
 from anypool.errors import ConfigError, InvalidParameterError, InvalidPromptError, PromptTooLongError
+from anypool.model_executor.models.transformers_backend import Way
 from anypool.model_executor.weights.repository import Repository
 from tests.helpers import assert_close, loaded, vectors
 from tests.multimodal import checkpoints
@@ -106,7 +107,7 @@ def test_the_vision_tower_runs_once_per_distinct_image(family: Any) -> None:
 def test_texts_run_packed(family: Any) -> None:
     llm, _, _ = family
     backbone: Any = llm.engine.loaded.model
-    assert backbone.packs_texts
+    assert backbone.way is Way.PACKED
 
 
 def test_prompts_whose_images_do_not_fit_their_text_are_refused(family: Any) -> None:

@@ -39,6 +39,8 @@ class Backbone(nn.Module):
             that mixes tokens goes through `Attention`. False where nobody says so.
         can_capture: Whether `forward` asks nothing of the host that depends on the batch, such as `attn.lengths`, and
             never waits for the device, so that a CUDA graph can hold it. False where nobody says so.
+        fills_batches: Whether texts of one token may be added to a batch at next to no cost. False for a class that
+            runs texts one by one.
     """
 
     attn_type: ClassVar[Literal["decoder", "encoder_only"]]
@@ -51,6 +53,7 @@ class Backbone(nn.Module):
     takes_prefix: bool = False
     takes_fewer_keys: bool = False
     can_capture: bool = False
+    fills_batches: bool = True
     config: ModelConfig
 
     def forward(

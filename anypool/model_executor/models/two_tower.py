@@ -15,7 +15,13 @@ from anypool.model_executor.attention import AttentionMetadata
 from anypool.model_executor.images import FeatureCache, ImageInputs
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import Backbone, refuse_unused
-from anypool.model_executor.models.vision_module import load_module, module_batch, packed_text
+from anypool.model_executor.models.sequences import some_sequences
+from anypool.model_executor.models.transformers_backend.attention import (
+    PACKED_ATTENTION,
+    packed_sequences,
+    register_attention,
+)
+from anypool.model_executor.models.transformers_backend.loading import load_whole
 from anypool.model_executor.weights.repository import Repository
 from anypool.pooling.methods import PoolingType
 from anypool.pooling.pooler import DispatchPooler, EmbedPooler
@@ -68,7 +74,17 @@ class TwoTowerModel(Backbone):
             claimed: Tensors that a head has read already.
             progress: Whether a bar is shown.
         """
-        self.model = load_module(self.config, repository, device=device, dtype=dtype, progress=progress)
+        register_attention()
+        whole = load_whole(
+            self.config,
+            repository,
+            "AutoModel",
+            dtype=dtype,
+            claimed=claimed,
+            progress=progress,
+            attn_implementation=PACKED_ATTENTION,
+        )
+        self.model = whole.to(device)
 
     def num_image_tokens(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """How many tokens an image counts as: its patches."""
@@ -99,7 +115,7 @@ class TwoTowerModel(Backbone):
         pictures = [i for i, one in of.items() if one is not None]
         texts = [i for i in range(len(attn.lengths)) if of.get(i) is None]
         if texts:
-            ids, positions, group, _ = packed_text(input_ids_T, positions_T, attn, texts)
+            ids, positions, group = some_sequences(input_ids_T, positions_T, attn, texts)
             out_TE[last_N[texts]] = self._texts(ids, positions, group).to(out_TE.dtype)
         if pictures:
             seen = [one for one in images if one is not None]
@@ -117,7 +133,7 @@ class TwoTowerModel(Backbone):
         """
         tower = self.model.text_model
         embedded_TD = tower.embeddings.token_embedding(input_ids_T) + tower.embeddings.position_embedding(positions_T)
-        with module_batch(attn):
+        with packed_sequences(attn):
             output = tower.encoder(
                 inputs_embeds=embedded_TD.unsqueeze(0), attention_mask=None, is_causal=self.texts_are_causal
             )

@@ -1,0 +1,56 @@
+"""What single families need beside the common sizes, and architectures of the mappings that are no text models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Model type or architecture -> fields of its configuration; None leaves a common size at its default.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "canine": {"num_hash_buckets": 64, "downsampling_rate": 4, "local_transformer_stride": 16},
+    "dots1": {"n_shared_experts": 1},
+    "dots3_note": {"num_key_value_heads": 4},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "esmc": {"num_key_value_heads": 4},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "funnel": {"block_sizes": [1, 1, 1], "num_decoder_layers": 1, "n_head": 4, "d_head": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16},
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
+    "lilt": {"hidden_size": 48, "num_attention_heads": 4},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
+    "mistral4": {"num_key_value_heads": 4},
+    "neomme": {"head_dim": 16},
+    "reformer": {
+        "axial_pos_shape": [16, 32],
+        "axial_pos_embds_dim": [16, 16],
+        "attn_layers": ["local", "lsh"],
+        "attention_head_size": 8,
+    },
+    "t5gemma": {},
+}
+
+# Model type or architecture -> what it reads, beside text or in its place.
+NOT_TEXT: dict[str, str] = {
+    "bros": "words with their places on a page",
+    "fuyu": "images",
+    "gemma3": "images",
+    "gemma3n": "images and sound",
+    "gemma4": "images and sound",
+    "gemma4_unified": "images and sound",
+    "git": "images",
+    "got_ocr2": "images",
+    "layoutlmv2": "images of pages",
+    "layoutlmv3": "images of pages",
+    "lilt": "words with their places on a page",
+    "markuplm": "nodes of a web page",
+    "modernvbert": "images",
+    "moshi": "sound",
+    "moss_transcribe_diarize": "sound",
+    "musicgen": "sound",
+    "musicgen_melody": "sound",
+    "perceiver": "anything, into an array of its own length",
+    "phi4_multimodal": "images and sound",
+    "qwen3_asr": "sound",
+    "trocr": "images",
+    "ultravbert": "images",
+    "whisper": "sound",
+}
