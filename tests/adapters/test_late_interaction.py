@@ -175,6 +175,12 @@ def test_every_native_encoder_expands_queries_without_attending_to_that(name: st
         assert_all_close(token_vectors(llm, RAGGED), model.encode_document(RAGGED))
 
 
+def test_a_module_of_transformers_expands_queries_so_too() -> None:
+    folder, model = encoder(tiny_bert(), query_expansion=FIXED)
+    with loaded(folder, model_impl="transformers") as llm:
+        assert_all_close(token_vectors(llm, ASKED, is_query=True), model.encode_query(ASKED))
+
+
 def test_a_decoder_gives_token_vectors_too() -> None:
     folder, model = encoder(tiny_llama(template="<s> $A </s>"), skiplist=(), query_expansion=FIXED)
     with loaded(folder) as llm:

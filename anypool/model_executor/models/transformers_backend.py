@@ -135,6 +135,8 @@ class TransformersModel(Backbone):
         texts = _probe_texts(self.config, self.model)
         packed = _probe(self, texts, device)
         self.takes_prefix = _runs_in_chunks(self, texts[1], packed[1])
+        # A module that passed the probe mixes tokens in our attention alone; its two parts know nothing of keys.
+        self.takes_fewer_keys = self._trained_length is None
         _replace_linears(self, texts, torch.cat(tuple(packed)))
 
     def forward(
