@@ -188,6 +188,23 @@ def test_a_decoder_gives_token_vectors_too() -> None:
         assert_all_close(token_vectors(llm, RAGGED, truncate_prompt_tokens=-1), model.encode_document(RAGGED))
 
 
+def test_cached_prefixes_are_not_those_of_a_query_whose_expansion_is_not_attended_to() -> None:
+    """A document may begin with the ids of a query, mask tokens included, and mean other states by them."""
+    folder, model = encoder(tiny_llama(template="<s> $A </s>"), skiplist=(), query_expansion={**FIXED, "length": 40})
+    with loaded(folder, enable_prefix_caching=True, block_size=4) as llm:
+        [query] = llm.token_embed("the cat sat", is_query=True, use_tqdm=False)
+        [as_document] = token_vectors(llm, {"prompt_token_ids": query.prompt_token_ids})
+        again = token_vectors(llm, ["the cat sat", "the cat sat on"], is_query=True)
+    assert_all_close([query.outputs.data, *again[1:]], model.encode_query(["the cat sat", "the cat sat on"]))
+    assert_close(again[0], query.outputs.data, atol=1e-6)
+    ids = torch.tensor([query.prompt_token_ids])
+    transformer, *_ = model
+    with torch.no_grad():
+        states = transformer.model(input_ids=ids).last_hidden_state[0]
+        expected = torch.nn.functional.normalize(model[1].linear(states), dim=-1)
+    assert_close(as_document, expected)
+
+
 def test_several_layers_an_activation_and_residuals() -> None:
     heads = (dense(32, 24, torch.nn.Tanh, use_residual=True), dense(24, 24, use_residual=True), dense(24, 8))
     folder, model = encoder(tiny_bert(), *heads, query_expansion=FIXED)
