@@ -28,6 +28,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests.adapters.test_bge_m3 import bge_m3
+from tests.adapters.test_sparse import splade
 from tests.helpers import MAX_POSITIONS, byte_tokenizer, copy_of, edit_json, save, tiny_llama, wordpiece_tokenizer
 
 _SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
@@ -157,6 +159,8 @@ NAMED: dict[str, Callable[[], Path | str]] = {
     "Qwen/Qwen2.5-Math-PRM-7B": process_reward_model,
     "Qwen/Qwen3-Reranker-0.6B": qwen3_reranker,
     "lightonai/GTE-ModernColBERT-v1": colbert,
+    "naver/splade-v3": splade,
+    "BAAI/bge-m3": bge_m3,
 }
 
 

@@ -33,6 +33,8 @@ def example(name: str, *argv: str) -> str:
         ("own_causal_lm.py", ["GruForEmbedding serves embed", "LM head: None", "normalised: True"]),
         ("own_pooler.py", ["the new checkpoint runs as GatedBertModel", "a gate of zeros is the mean: True"]),
         ("colbert_search.py", ["vectors kept of each document:", "  Bread rises because yeast", "all vectors: [0, 3"]),
+        ("splade.py", ["words have a weight in the query", "as sentence-transformers has them: True"]),
+        ("bge_m3_hybrid.py", ["serves embed, token_embed, sparse_embed", "5 words with a weight", "best by fused"]),
         ("own_head.py", ["serves embed, token_embed, classify", "as torch computes it: True"]),
     ],
 )

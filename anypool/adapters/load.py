@@ -39,9 +39,11 @@ from anypool.model_executor.registry import ModelRegistry
 from anypool.model_executor.weights.checkpoint import Checkpoint, open_checkpoint
 from anypool.model_executor.weights.loading import construct
 from anypool.model_executor.weights.repository import Repository
+from anypool.pooling.heads import Dense
 from anypool.pooling.methods import PoolingType
 from anypool.pooling.plan import PoolingDefaults
-from anypool.pooling.pooler import EmbedPooler
+from anypool.pooling.pooler import EmbedPooler, Pooler
+from anypool.pooling.routed import RoutedEmbedPooler
 from anypool.pooling.tasks import PoolingTask
 
 logger = logging.getLogger(__name__)
@@ -195,7 +197,7 @@ def load_pooling_model(
     elif multi_vector is not None:
         serve_token_vectors(model, multi_vector, token_head.to(device), types=types)
     else:
-        model.pooler.install(PoolingTask.EMBED, EmbedPooler(types, dense.to(device)))
+        model.pooler.install(PoolingTask.EMBED, _embed_pooler(opened.repository, recipe, types, dense, size).to(device))
         if head is not None:
             head.module.to(device)
             for task, pooler in score_poolers(head, types=settings["score_pooling_type"].value).items():
@@ -221,6 +223,8 @@ def load_pooling_model(
         )
     by_sparse = next((one.sparse for one in (bge_m3, sparse) if one is not None), None)
     defaults = pooling_defaults(model, config, settings, size, user, head, by_sparse)
+    if recipe.router is not None and recipe.router.heads:
+        defaults = replace(defaults, sides=frozenset(recipe.router.heads))
     if multi_vector is not None:
         defaults = replace(defaults, token_vectors=token_vector_defaults(multi_vector, defaults))
     if engine.chat_template is not None:
@@ -241,6 +245,25 @@ def load_pooling_model(
         quantization=quantization,
         multi_vector=multi_vector,
     )
+
+
+def _embed_pooler(
+    repository: Repository, recipe: Recipe, types: tuple[PoolingType, ...], dense: nn.Sequential, size: int
+) -> Pooler:
+    """The pooler of dense vectors, with a head for each side where the checkpoint's router has several."""
+    heads = {} if recipe.router is None else recipe.router.heads
+    if not heads:
+        return EmbedPooler(types, dense)
+    found = {}
+    for side, modules in heads.items():
+        in_features = next((int(one.in_features) for one in dense if isinstance(one, Dense)), size)
+        found[side], out_features = build_head(repository, modules, in_features)
+        if out_features != size:
+            raise CheckpointFormatError(
+                f"{repository.name}: the routes give vectors of {size} and of {out_features} numbers, which cannot be "
+                "compared"
+            )
+    return RoutedEmbedPooler(types, found)
 
 
 def _heads(model: Any) -> Iterable[nn.Module]:

@@ -82,6 +82,7 @@ OWN_FLAGS = {
         "--api-key-file",
         "--max-body-bytes",
         "--max-inputs",
+        "--max-concurrent-requests",
         "--max-request-tokens",
         "--request-timeout",
         "--body-timeout",
