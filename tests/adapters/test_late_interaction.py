@@ -343,6 +343,8 @@ def test_expansion_on_the_left_or_longer_than_the_model_takes_is_an_error() -> N
         LLM(folder, device="cpu")
     with pytest.raises(ConfigError, match="are expanded to 12 tokens, and max_model_len=10 is less"):
         LLM(FIXTURES / "pylate", device="cpu", max_model_len=10)
+    with pytest.raises(ConfigError, match="enable_chunked_processing has no meaning for"):
+        LLM(FIXTURES / "pylate", device="cpu", pooler_config=PoolerConfig(enable_chunked_processing=True))
 
 
 def test_a_backbone_that_cannot_leave_keys_out_is_refused_and_runs_where_they_are_attended_to() -> None:
