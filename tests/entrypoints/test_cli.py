@@ -649,6 +649,7 @@ def test_info_says_what_the_model_is_and_who_decided(info: Callable[..., str], m
     assert facts["model"] == minilm
     assert facts["architecture"] == "BertModel"
     assert (facts["class"], facts["runs"]) == ("BertForEmbedding", "native")
+    assert facts["batches"] == {"way": "packed", "rejected": []}
     assert (facts["dtype"], facts["device"]) == ("float32", "cpu")
     assert facts["pooling"]["pooling_type"] == {"value": ["MEAN"], "source": files}
     assert facts["pooling"]["normalize"] == {"value": True, "source": files}
@@ -700,7 +701,9 @@ def test_info_is_aligned_text(info: Callable[..., str]) -> None:
 
 def test_info_shows_modules_prompts_and_sizes() -> None:
     facts: dict[str, Any] = {
-        "model": "m", "architecture": "A", "class": "C", "runs": "native", "parameters": 12345, "dtype": "float32",
+        "model": "m", "architecture": "A", "class": "C", "runs": "transformers", "dtype": "float32",
+        "parameters": 12345,
+        "batches": {"way": "padded", "rejected": ["packed batches: it takes no position_ids"]},
         "quantization": {"layers": 24, "kept_layers": ["a"], "mean_cosine": 0.99126, "min_cosine": 0.98},
         "device": "cpu", "tasks": ["embed"], "embedding_size": 256, "trained_dimensions": [128, 256],
         "attention": {
@@ -722,6 +725,8 @@ def test_info_shows_modules_prompts_and_sizes() -> None:
     }  # fmt: skip
     text = cli_info.as_text(facts)
     for words in (
+        "C (transformers, in padded batches)",
+        "packed batches: it takes no position_ids",
         "12,345",
         "int8, 24 layers, 1 kept; cosine with the unquantised model: mean 0.9913, lowest 0.9800",
         "up to 4,096 tokens, 256 prompts; longer prompts in chunks",
