@@ -108,6 +108,10 @@ class ImagePrompts:
             )
         return ids, inputs
 
+    def has_placeholder(self, text: str) -> bool:
+        """Whether a text says where an image stands."""
+        return self._input == "inline" and str(self.processor().image_token) in text
+
     def refuse_image_tokens(self, ids: Sequence[int], index: int) -> None:
         """Refuses a prompt that has image tokens and no images: its vector would be one of nothing."""
         token = getattr(self._loaded.model, "image_token_id", None)
