@@ -241,8 +241,23 @@ def _two_tower(repository: Repository, modules: list[tuple[str, str]], common: M
             f"{repository.name}: modules.json lists {', '.join(kinds)} after a model of texts and images; "
             "only Normalize is supported there"
         )
-    config = transformer_config(repository, modules[0][1])[1]
-    return Recipe(backbone=modules[0][1], normalize=bool(kinds), max_seq_length=config.get("max_seq_length"), **common)
+    name, config = transformer_config(repository, modules[0][1])
+    processing = config.get("processing_kwargs") or {}
+    text = processing.get("text") or {}
+    others = [key for key, value in processing.items() if key != "text" and value]
+    # How texts are padded changes nothing in CLIP, and SigLIP's are always padded to their full length.
+    if unknown := sorted({*others, *(key for key in text if key not in ("max_length", "padding", "truncation"))}):
+        raise UnsupportedArchitectureError(
+            f"{repository.name}: {name} has processing_kwargs for {', '.join(unknown)}; supported for a model of texts "
+            "and images are max_length, padding and truncation of texts"
+        )
+    return Recipe(
+        backbone=modules[0][1],
+        normalize=bool(kinds),
+        max_seq_length=_max_seq_length(repository, name, text.get("max_length", config.get("max_seq_length"))),
+        do_lower_case=bool(config.get("do_lower_case", False)),
+        **common,
+    )
 
 
 def _splade(repository: Repository, modules: list[tuple[str, str]], common: Mapping[str, Any]) -> Recipe:
@@ -370,14 +385,19 @@ def transformer_settings(repository: Repository, path: str, kind: str) -> dict[s
             raise UnsupportedArchitectureError(
                 f"{repository.name}: {name} has {key} {value!r}; supported: {', '.join(map(repr, supported)) or 'none'}"
             )
-    length = config.get("max_seq_length")
-    if length is not None and not (is_int(length) and length > 0):
-        raise CheckpointFormatError(f"{repository.name}: {name} has max_seq_length {length!r}, not a positive integer")
-    settings = {"max_seq_length": length, "do_lower_case": bool(config.get("do_lower_case", False))}
+    length = _max_seq_length(repository, name, config.get("max_seq_length"))
+    settings: dict[str, Any] = {"max_seq_length": length, "do_lower_case": bool(config.get("do_lower_case", False))}
     if "message" in modalities:
         settings["message_format"] = modalities["message"].get("format", "structured")
         settings["template_variables"] = template or {}
     return settings
+
+
+def _max_seq_length(repository: Repository, name: str, length: Any) -> int | None:
+    if length is not None and not (is_int(length) and length > 0):
+        raise CheckpointFormatError(f"{repository.name}: {name} has max_seq_length {length!r}, not a positive integer")
+    found: int | None = length
+    return found
 
 
 def _pooling(repository: Repository, path: str) -> tuple[tuple[PoolingType, ...], bool]:

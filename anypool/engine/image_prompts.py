@@ -59,7 +59,11 @@ class ImagePrompts:
             batch = processor.process_queries(text=list(texts), return_tensors="pt")
             masks = batch["attention_mask"].bool()
             return [row[mask].tolist() for row, mask in zip(batch["input_ids"], masks, strict=True)]
-        length = self._loaded.config.max_positions
+        recipe, length = self._loaded.recipe, self._loaded.config.max_positions
+        if recipe.max_seq_length is not None:
+            length = min(length, recipe.max_seq_length)
+        if recipe.do_lower_case:
+            texts = [text.lower() for text in texts]
         rows: list[list[int]] = processor.tokenizer(list(texts), padding="max_length", max_length=length)["input_ids"]
         return rows
 
