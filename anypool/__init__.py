@@ -8,6 +8,7 @@ from anypool.config import EngineConfig, PoolerConfig
 from anypool.engine.async_engine import AsyncEngine, ServingOptions
 from anypool.entrypoints.llm import LLM
 from anypool.errors import AnypoolError
+from anypool.kernels.maxsim import maxsim
 from anypool.model_executor.registry import (
     ModelRegistry,
     is_pooling_model,
@@ -19,6 +20,8 @@ from anypool.outputs import (
     ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    MultiTaskOutput,
+    MultiTaskRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
     RerankResult,
@@ -26,11 +29,13 @@ from anypool.outputs import (
     ScoringRequestOutput,
     SpanEmbeddingOutput,
     SpanEmbeddingRequestOutput,
+    SparseEmbeddingOutput,
+    SparseEmbeddingRequestOutput,
     TokenClassificationOutput,
     TokenClassificationRequestOutput,
 )
 from anypool.pooling.params import PoolingParams
-from anypool.pooling.quantize import quantize_embeddings
+from anypool.pooling.quantize import quantize_embeddings, quantize_token_embeddings
 from anypool.pooling.tasks import PoolingTask, encode2pooling_task
 
 __version__ = "0.1.0"
@@ -47,6 +52,8 @@ __all__ = [
     "HeadLayer",
     "HeadRecipe",
     "ModelRegistry",
+    "MultiTaskOutput",
+    "MultiTaskRequestOutput",
     "PoolerConfig",
     "PoolingOutput",
     "PoolingParams",
@@ -58,6 +65,8 @@ __all__ = [
     "ServingOptions",
     "SpanEmbeddingOutput",
     "SpanEmbeddingRequestOutput",
+    "SparseEmbeddingOutput",
+    "SparseEmbeddingRequestOutput",
     "TokenClassificationOutput",
     "TokenClassificationRequestOutput",
     "__version__",
@@ -65,7 +74,9 @@ __all__ = [
     "encode2pooling_task",
     "is_pooling_model",
     "is_text_generation_model",
+    "maxsim",
     "quantize_embeddings",
+    "quantize_token_embeddings",
     "register_head",
     "register_model",
 ]

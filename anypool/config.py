@@ -120,7 +120,7 @@ class PoolerConfig:
             )
         for name in ("logit_mean", "logit_sigma"):
             value = getattr(self, name)
-            require(value is None or _is_number(value), f"PoolerConfig: {name}={value!r} is not a finite number")
+            require(value is None or is_number(value), f"PoolerConfig: {name}={value!r} is not a finite number")
         require(self.logit_sigma != 0, "PoolerConfig: logit_sigma=0 would divide by zero")
         require(
             self.step_tag_id is None or is_int(self.step_tag_id),
@@ -153,7 +153,7 @@ class PoolerConfig:
             if given is None:
                 continue
             require(getattr(self, new) is None, f"PoolerConfig: {old} and {new} are the same setting: give {new}")
-            require(_is_number(given), f"PoolerConfig: {old}={given!r} is not a finite number")
+            require(is_number(given), f"PoolerConfig: {old}={given!r} is not a finite number")
             require(old != "logit_scale" or given != 0, f"PoolerConfig: {old}=0 would make every score the same")
             value = given if old == "logit_bias" else 1 / given
             warnings.warn(f"PoolerConfig({old}=) is old: use {new}={value!r}", DeprecationWarning, stacklevel=4)
@@ -161,7 +161,7 @@ class PoolerConfig:
             object.__setattr__(self, old, None)
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     try:
@@ -219,7 +219,7 @@ _HARMLESS = ("disable_log_stats", "seed", "swap_space")
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
 
-_CONVERSIONS = ("auto", "none", "embed", "classify", "reward")
+_CONVERSIONS = ("auto", "none", "embed", "classify", "reward", "sparse")
 # The `task=` of older versions of vLLM, and what it means now.
 _OLD_TASKS = {
     "auto": "auto",
@@ -248,7 +248,9 @@ class EngineConfig:
     revision: str | None = _setting(None, "branch, tag or commit of a hub repository")
     trust_remote_code: bool = _setting(False, "run Python code that comes with the checkpoint")
     runner: str = _setting("pooling", "'pooling' or 'auto'; this engine does not generate text")
-    convert: str = _setting("auto", "'auto', 'none', 'embed', 'classify' or 'reward': what a model is turned into")
+    convert: str = _setting(
+        "auto", "'auto', 'none', 'embed', 'classify', 'reward' or 'sparse': what a model is turned into"
+    )
     dtype: str = _setting("auto", "'auto' (the checkpoint's own), 'float32', 'bfloat16' or 'float16'")
     quantization: str | None = _setting(None, "'int8' runs linear layers in eight bits, on the CPU")
     min_quantized_cosine: float = _setting(
@@ -263,6 +265,9 @@ class EngineConfig:
     max_num_batched_tokens: int | None = _setting(None, "most tokens in one forward pass; by default chosen by device")
     max_num_seqs: int = _setting(256, "most prompts in one forward pass")
     max_queued_tokens: int = _setting(4_000_000, "tokens that may wait before a server refuses more")
+    max_queue_s: float | None = _setting(
+        30.0, "seconds until a request would have its turn, at the measured speed, above which a server refuses it"
+    )
     enable_chunked_prefill: bool | None = _setting(
         None, "run a prompt longer than max_num_batched_tokens in chunks; by default where the model is causal"
     )
@@ -299,7 +304,7 @@ class EngineConfig:
             f"quantization={self.quantization!r} is not supported; known: {', '.join(QUANTIZATIONS)}, or None",
         )
         require(
-            _is_number(self.min_quantized_cosine) and 0 <= self.min_quantized_cosine <= 1,
+            is_number(self.min_quantized_cosine) and 0 <= self.min_quantized_cosine <= 1,
             f"min_quantized_cosine={self.min_quantized_cosine!r} is not a number from 0 to 1",
         )
         _one_of("model_impl", self.model_impl, ("auto", "native", "transformers"))
@@ -314,16 +319,20 @@ class EngineConfig:
                 f"{name}={value!r} is not a positive integer",
             )
         require(
-            _is_number(self.kv_cache_memory_fraction) and 0 < self.kv_cache_memory_fraction <= 0.9,
+            is_number(self.kv_cache_memory_fraction) and 0 < self.kv_cache_memory_fraction <= 0.9,
             f"kv_cache_memory_fraction={self.kv_cache_memory_fraction!r} is not a number above 0 and up to 0.9",
         )
         require(
-            _is_number(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1,
+            is_number(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1,
             f"gpu_memory_utilization={self.gpu_memory_utilization!r} is not a number above 0 and up to 1",
         )
         require(
-            _is_number(self.stuck_after_s) and self.stuck_after_s > 0,
+            is_number(self.stuck_after_s) and self.stuck_after_s > 0,
             f"stuck_after_s={self.stuck_after_s!r} is not a positive number of seconds",
+        )
+        require(
+            self.max_queue_s is None or (is_number(self.max_queue_s) and self.max_queue_s > 0),
+            f"max_queue_s={self.max_queue_s!r} is not a positive number of seconds, or None",
         )
         require(
             self.pooler_config is None or isinstance(self.pooler_config, PoolerConfig),

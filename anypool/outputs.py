@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -40,6 +40,41 @@ class EmbeddingOutput(PoolingOutput):
     @property
     def hidden_size(self) -> int:
         return self.data.shape[-1]
+
+
+@dataclass(frozen=True)
+class SparseEmbeddingOutput(PoolingOutput):
+    """One sparse vector: the dimensions that are not 0, and their weights.
+
+    Attributes:
+        data: `[active]` float32: the weights.
+        indices: `[active]` int32: the dimension of each, ascending. For SPLADE and BGE-M3 these are token ids.
+        size: Length of the whole vector, such as the size of the vocabulary.
+    """
+
+    indices: torch.Tensor
+    size: int
+
+    @property
+    def values(self) -> torch.Tensor:
+        """`[active]` float32: the weights."""
+        return self.data
+
+    @cached_property
+    def weights(self) -> dict[int, float]:
+        """Dimension -> weight, made on first use."""
+        return dict(zip(self.indices.tolist(), self.data.tolist(), strict=True))
+
+    def to_sparse(self) -> torch.Tensor:
+        """A `torch.sparse_coo` tensor of shape `[size]`, as sentence-transformers gives it."""
+        return torch.sparse_coo_tensor(
+            self.indices[None].long(), self.data, (self.size,), is_coalesced=True, check_invariants=False
+        )
+
+    def to_dense(self) -> torch.Tensor:
+        """`[size]` float32."""
+        dense: torch.Tensor = self.to_sparse().to_dense()
+        return dense
 
 
 @dataclass(frozen=True)
@@ -118,16 +153,37 @@ class RerankResult:
 
     Attributes:
         index: Its place among the documents given.
-        document: Its text.
+        document: Its text, or the mapping that it was given as.
         relevance_score: Larger is more relevant.
     """
 
     index: int
-    document: str
+    document: str | Mapping[str, Any]
     relevance_score: float
 
 
-OutputT = TypeVar("OutputT", bound=PoolingOutput)
+@dataclass(frozen=True, kw_only=True)
+class MultiTaskOutput:
+    """The results of several tasks for one text. A task that was not asked for has None.
+
+    Attributes:
+        embed: The vector.
+        sparse_embed: The sparse vector.
+        token_embed: The vectors of its tokens, `[tokens, E]`.
+        classify: Its scores.
+        token_classify: The scores of its tokens.
+        reward: Its reward.
+    """
+
+    embed: EmbeddingOutput | None = None
+    sparse_embed: SparseEmbeddingOutput | None = None
+    token_embed: PoolingOutput | None = None
+    classify: ClassificationOutput | None = None
+    token_classify: TokenClassificationOutput | None = None
+    reward: PoolingOutput | None = None
+
+
+OutputT = TypeVar("OutputT", bound=PoolingOutput | MultiTaskOutput)
 
 
 @dataclass(frozen=True)
@@ -158,8 +214,16 @@ class PoolingRequestOutput(_RequestOutput[PoolingOutput]):
     """What `LLM.encode` returns for each prompt."""
 
 
+class MultiTaskRequestOutput(_RequestOutput[MultiTaskOutput]):
+    """What `LLM.encode` returns for each prompt where it is given several tasks."""
+
+
 class EmbeddingRequestOutput(_RequestOutput[EmbeddingOutput]):
     """What `LLM.embed` returns for each prompt."""
+
+
+class SparseEmbeddingRequestOutput(_RequestOutput[SparseEmbeddingOutput]):
+    """What `LLM.sparse_embed` returns for each prompt."""
 
 
 class SpanEmbeddingRequestOutput(_RequestOutput[SpanEmbeddingOutput]):

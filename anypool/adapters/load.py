@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from anypool.adapters.bge_m3 import find_bge_m3
 from anypool.adapters.heads import Head, find_head
+from anypool.adapters.late_interaction import build_token_head, read_late_interaction
 from anypool.adapters.lm_head_rows import head_from_config, manifest_head, rows_head
+from anypool.adapters.multi_vector import MultiVector, Vocabulary, serve_token_vectors, token_vector_defaults
 from anypool.adapters.pooling_model import as_pooling_model, score_poolers
 from anypool.adapters.quantization import Quantization, quantize, require_int8
 from anypool.adapters.rerank_templates import (
@@ -26,6 +29,7 @@ from anypool.adapters.rerank_templates import (
 )
 from anypool.adapters.sentence_transformers import Recipe, build_head, read_recipe, score_head
 from anypool.adapters.settings import Setting, pooling_defaults, resolve_settings
+from anypool.adapters.sparse import Backing, SparseHead, find_sparse_head
 from anypool.config import EngineConfig, PoolerConfig
 from anypool.errors import CheckpointFormatError, ConfigError
 from anypool.model_executor.layers.packing import pack_linears
@@ -37,7 +41,8 @@ from anypool.model_executor.weights.loading import construct
 from anypool.model_executor.weights.repository import Repository
 from anypool.pooling.methods import PoolingType
 from anypool.pooling.plan import PoolingDefaults
-from anypool.pooling.pooler import EmbedPooler
+from anypool.pooling.pooler import EmbedPooler, Pooler
+from anypool.pooling.routed import RoutedEmbedPooler
 from anypool.pooling.tasks import PoolingTask
 
 logger = logging.getLogger(__name__)
@@ -53,11 +58,13 @@ class LoadedModel:
         recipe: What the sentence-transformers files say.
         pooler_config: What the user says.
         head: What gives scores; None where there is none.
+        sparse: What gives sparse vectors; None where there is none.
         rerank_template: How a query and a document become a prompt, for rerankers that read prompts.
         defaults: What a request gets where it asks for nothing.
         settings: Pooling settings by name, each with who decided it.
         device, dtype: Where and in what the backbone runs.
         quantization: What was quantised and how close it is; None where nothing was.
+        multi_vector: How queries and documents are read, where the checkpoint is about token vectors.
     """
 
     model: nn.Module
@@ -66,12 +73,14 @@ class LoadedModel:
     recipe: Recipe
     pooler_config: PoolerConfig
     head: Head | None
+    sparse: SparseHead | None
     rerank_template: RerankTemplate | None
     defaults: PoolingDefaults
     settings: Mapping[str, Setting]
     device: torch.device
     dtype: torch.dtype
     quantization: Quantization | None = None
+    multi_vector: MultiVector | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +103,12 @@ class OpenedModel:
 def open_model(engine: EngineConfig) -> OpenedModel:
     """Finds a checkpoint, fetches it where it is a hub id, and reads its small files."""
     repository = Repository.open(engine.model, revision=engine.revision, cache_dir=engine.download_dir)
-    recipe = read_recipe(repository)
+    recipe = read_late_interaction(repository) or read_recipe(repository)
     backbone = repository.subfolder(recipe.backbone)
-    config = ModelConfig.from_pretrained(
-        backbone, overrides=engine.hf_overrides, trust_remote_code=engine.trust_remote_code
-    )
+    overrides = engine.hf_overrides
+    if recipe.multi_vector is not None and recipe.multi_vector.projection is not None:
+        overrides = {"architectures": [], **(overrides or {})}  # the one there is stands for any backbone
+    config = ModelConfig.from_pretrained(backbone, overrides=overrides, trust_remote_code=engine.trust_remote_code)
     return OpenedModel(repository=repository, backbone=backbone, config=config, recipe=recipe)
 
 
@@ -108,6 +118,7 @@ def load_pooling_model(
     *,
     token_id: Callable[[str], int] | None = None,
     encode: Callable[[Sequence[str]], list[list[int]]] | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> LoadedModel:
     """Loads a checkpoint as a pooling model.
 
@@ -116,6 +127,7 @@ def load_pooling_model(
         opened: The checkpoint, where it has been opened already.
         token_id: The tokenizer's id of a token, for heads made of LM-head rows.
         encode: The tokenizer's ids of texts, for comparing a quantised model with itself before.
+        vocabulary: The tokenizer, for checkpoints that name tokens.
 
     Raises:
         ModelLoadError: The checkpoint cannot be found, read or run.
@@ -134,6 +146,11 @@ def load_pooling_model(
             f"PoolerConfig: pooling_type={'+'.join(user.pooling_types)!r} has no effect: "
             f"{model_cls.__name__} has a pooler of its own"
         )
+    if recipe.multi_vector is not None and engine.convert in ("embed", "reward") and user.pooling_types is None:
+        raise ConfigError(
+            f"convert={engine.convert!r}: {config.name} gives a vector per token; for one per text say how it is "
+            "pooled, pooler_config=PoolerConfig(pooling_type='MEAN')"
+        )
     device = pick_device(engine.device)
     dtype = pick_dtype(engine.dtype, config, device, quantized=engine.quantization is not None)
     if engine.quantization is not None:
@@ -141,17 +158,31 @@ def load_pooling_model(
     checkpoint = open_checkpoint(opened.backbone)
     manifest = find_manifest(config, answers=recipe.answer_ids, token_id=token_id)
     head = None if own_pooler else _head(engine, opened, checkpoint, user, manifest, token_id)
-    claimed = head.tensors if head is not None else frozenset()
+    sparse = None
+    if not own_pooler:
+        sparse = find_sparse_head(opened.repository, recipe, config, checkpoint, convert=engine.convert)
+    bge_m3 = None if own_pooler or engine.convert == "embed" else find_bge_m3(opened.repository, config, token_id)
+    if bge_m3 is not None and recipe.types is None:
+        recipe = replace(recipe, types=(PoolingType.CLS,), normalize=True)
+    claimed = frozenset().union(*(one.tensors for one in (head, sparse) if one is not None))
     if engine.convert == "embed":
         head = None
+    task = PoolingTask.TOKEN_EMBED if recipe.multi_vector is not None else _primary_task(head, sparse, engine.convert)
     try:
-        pooling_cls: Any = as_pooling_model(model_cls, _primary_task(head, engine.convert))
+        pooling_cls: Any = as_pooling_model(model_cls, task)
     except TypeError as error:
         raise ConfigError(f"{config.architecture} cannot be loaded: {error}") from error
     model: Any = construct(lambda: pooling_cls(config) if own_pooler else pooling_cls(config, head))
-    settings = resolve_settings(pooling_cls, config, recipe, user, head)
+    settings = resolve_settings(pooling_cls, config, recipe, user, head, is_sparse=sparse is not None)
     types = settings["pooling_type"].value
     dense, size = build_head(opened.repository, recipe.modules, config.hidden_size * len(types))
+    multi_vector = None
+    if recipe.multi_vector is not None:
+        multi_vector = MultiVector.resolve(recipe.multi_vector, vocabulary, name=config.name)
+        token_head, size, projection = build_token_head(
+            opened.repository, recipe.multi_vector, config.hidden_size, checkpoint, name=config.name
+        )
+        claimed |= projection
     progress = engine.use_tqdm_on_load
     if hasattr(model, "load"):
         model.load(opened.backbone, device=device, dtype=dtype, claimed=claimed, progress=progress)
@@ -162,12 +193,22 @@ def load_pooling_model(
     pack_linears(model, leave=_heads(model))
     if own_pooler:
         size = getattr(model, "embedding_size", config.hidden_size)
+    elif multi_vector is not None:
+        serve_token_vectors(model, multi_vector, token_head.to(device), types=types)
     else:
-        model.pooler.install(PoolingTask.EMBED, EmbedPooler(types, dense.to(device)))
+        model.pooler.install(PoolingTask.EMBED, _embed_pooler(opened, recipe, types, dense, size).to(device))
         if head is not None:
             head.module.to(device)
             for task, pooler in score_poolers(head, types=settings["score_pooling_type"].value).items():
                 model.pooler.install(task, pooler)
+    if sparse is not None:
+        backing = Backing(model=model, types=types, dense=dense, size=size, device=device, dtype=dtype)
+        model.pooler.install(PoolingTask.SPARSE_EMBED, sparse.build(backing))
+        if sparse.is_alone and user.pooling_types is None:
+            model.pooler.remove(PoolingTask.EMBED)
+    if bge_m3 is not None:
+        for task, pooler in bge_m3.poolers.items():
+            model.pooler.install(task, pooler.to(device))
     model.eval()
     quantization = None
     if engine.quantization is not None:
@@ -175,11 +216,16 @@ def load_pooling_model(
             model,
             config,
             leave=_heads(model),
-            types=(PoolingType.MEAN,) if own_pooler else types,
+            types=(PoolingType.MEAN,) if own_pooler or PoolingType.ALL in types else types,
             encode=encode,
             minimum=engine.min_quantized_cosine,
         )
-    defaults = pooling_defaults(model, config, settings, size, user, head)
+    by_sparse = next((one.sparse for one in (bge_m3, sparse) if one is not None), None)
+    defaults = pooling_defaults(model, config, settings, size, user, head, by_sparse)
+    if recipe.router is not None and recipe.router.heads:
+        defaults = replace(defaults, sides=frozenset(recipe.router.heads))
+    if multi_vector is not None:
+        defaults = replace(defaults, token_vectors=token_vector_defaults(multi_vector, defaults))
     if engine.chat_template is not None:
         _refuse_unread_template(model, config, defaults)
     return LoadedModel(
@@ -189,13 +235,34 @@ def load_pooling_model(
         recipe=recipe,
         pooler_config=user,
         head=head,
+        sparse=sparse,
         rerank_template=_rerank_template(engine, opened, head, manifest),
         defaults=defaults,
         settings=settings,
         device=device,
         dtype=dtype,
         quantization=quantization,
+        multi_vector=multi_vector,
     )
+
+
+def _embed_pooler(
+    opened: OpenedModel, recipe: Recipe, types: tuple[PoolingType, ...], dense: nn.Sequential, size: int
+) -> Pooler:
+    """The pooler of dense vectors, with a head for each side where the checkpoint's router has several."""
+    heads = {} if recipe.router is None else recipe.router.heads
+    if not heads:
+        return EmbedPooler(types, dense)
+    found = {}
+    for side, modules in heads.items():
+        in_features = opened.config.hidden_size * len(types)
+        found[side], out_features = build_head(opened.repository, modules, in_features)
+        if out_features != size:
+            raise CheckpointFormatError(
+                f"{opened.repository.name}: the routes give vectors of {size} and of {out_features} numbers, which "
+                "cannot be compared"
+            )
+    return RoutedEmbedPooler(types, found)
 
 
 def _heads(model: Any) -> Iterable[nn.Module]:
@@ -268,8 +335,10 @@ def _refuse_unread_template(model: nn.Module, config: ModelConfig, defaults: Poo
         )
 
 
-def _primary_task(head: Head | None, convert: str) -> PoolingTask:
+def _primary_task(head: Head | None, sparse: SparseHead | None, convert: str) -> PoolingTask:
     """The task that the model's class is named after."""
+    if sparse is not None and sparse.is_alone:
+        return PoolingTask.SPARSE_EMBED
     if head is None:
         return PoolingTask.REWARD if convert == "reward" else PoolingTask.EMBED
     if head.is_reward or convert == "reward":

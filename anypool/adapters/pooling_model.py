@@ -34,6 +34,7 @@ _NAMES = {
     PoolingTask.EMBED: "ForEmbedding",
     PoolingTask.CLASSIFY: "ForSequenceClassification",
     PoolingTask.REWARD: "ForReward",
+    PoolingTask.SPARSE_EMBED: "ForSparseEmbedding",
     PoolingTask.TOKEN_EMBED: "ForTokenEmbedding",
     PoolingTask.TOKEN_CLASSIFY: "ForTokenClassification",
 }

@@ -17,6 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from anypool.adapters.template_limits import refuse_endless
 from anypool.errors import CheckpointFormatError, ConfigError, MissingDependencyError
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.weights.repository import Repository
@@ -199,9 +200,15 @@ def template_environment() -> Any:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
         raise MissingDependencyError("chat templates need jinja2: pip install 'anypool[templates]'") from error
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
+
+    class Environment(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset(("*", "**"))
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            refuse_endless(operator, left, right)
+            return super().call_binop(context, operator, left, right)
+
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
     environment.globals["raise_exception"] = _raise
     return environment
@@ -234,11 +241,13 @@ def own_template(
 
 
 def read_template(repository: Repository) -> str | None:
-    """The text of the checkpoint's chat template: chat_template.jinja, else what tokenizer_config.json has."""
+    """The text of the checkpoint's chat template: chat_template.jinja, else what one of two JSON files has."""
     path = repository.folder / "chat_template.jinja"
     if repository.gguf is None and path.is_file():
         return path.read_text(encoding="utf-8")
-    given = (repository.read_object("tokenizer_config.json") or {}).get("chat_template")
+    in_json = ("chat_template.json", "tokenizer_config.json")  # the first is older processors'
+    found = ((repository.read_object(name) or {}).get("chat_template") for name in in_json)
+    given = next((one for one in found if one is not None), None)
     if isinstance(given, list):  # several by name
         given = next((one.get("template") for one in given if one.get("name") == "default"), None)
     if given is not None and not isinstance(given, str):

@@ -7,7 +7,7 @@ Module types are matched by their last dotted component, which is all that staye
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -15,6 +15,9 @@ from torch import nn
 
 from anypool.adapters.heads import Head, HeadRecipe
 from anypool.adapters.lm_head_rows import rows_head
+from anypool.adapters.multi_vector import MultiVectorRecipe
+from anypool.adapters.router import ROUTERS, RouterRecipe, read_router
+from anypool.adapters.sparse_recipe import SparseRecipe, read_auto_encoder, read_max_active_dims, read_splade
 from anypool.config import is_int
 from anypool.errors import CheckpointFormatError, UnsupportedArchitectureError
 from anypool.model_executor.model_config import ModelConfig
@@ -48,7 +51,7 @@ _TRANSFORMER_CONFIGS = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-_PASSIVE = ("Dropout",)
+PASSIVE_MODULES = ("Dropout",)
 _DENSE_KEYS = {
     "in_features",
     "out_features",
@@ -58,12 +61,19 @@ _DENSE_KEYS = {
     "module_output_name",
     "use_residual",
 }
-_EMBEDDER, _CROSS_ENCODER = "SentenceTransformer", "CrossEncoder"
+_EMBEDDER, _CROSS_ENCODER, _SPARSE_ENCODER = "SentenceTransformer", "CrossEncoder", "SparseEncoder"
 # What the Transformer of each task gives: the name of its output, and the model's output that it is.
 _TASKS = {
     "feature-extraction": ("token_embeddings", "last_hidden_state"),
     "sequence-classification": ("scores", "logits"),
     "text-generation": ("causal_logits", "logits"),
+    "fill-mask": ("token_embeddings", "logits"),
+}
+# Which of them each kind of model has.
+_KINDS = {
+    _EMBEDDER: ("feature-extraction",),
+    _CROSS_ENCODER: ("feature-extraction", "sequence-classification", "text-generation"),
+    _SPARSE_ENCODER: ("feature-extraction", "fill-mask"),
 }
 _LOGIT_SCORE_KEYS = {"true_token_id", "false_token_id", "module_input_name"}
 # Options of a chat template that are about its tokens, not variables that it sees.
@@ -94,6 +104,10 @@ class Recipe:
         score_modules: (type, path, config) of what turns a CrossEncoder's pooled row into scores.
         message_format: "flat" or "structured" where a CrossEncoder's pairs go through its chat template.
         template_variables: What that template sees beside the pair.
+        router: Which way queries and documents go, where they go different ones.
+        sparse: What makes sparse vectors of a SparseEncoder.
+        max_active_dims: How many of their weights are kept; None for all, or for what `sparse` says.
+        multi_vector: How token vectors are made, where the checkpoint is about these.
     """
 
     is_cross_encoder: bool = False
@@ -113,6 +127,10 @@ class Recipe:
     score_modules: tuple[tuple[str, str, Mapping[str, Any]], ...] = ()
     message_format: str | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+    router: RouterRecipe | None = None
+    sparse: SparseRecipe | None = None
+    max_active_dims: int | None = None
+    multi_vector: MultiVectorRecipe | None = None
 
 
 def read_recipe(repository: Repository) -> Recipe:
@@ -123,37 +141,76 @@ def read_recipe(repository: Repository) -> Recipe:
     """
     model = repository.read_object("config_sentence_transformers.json") or {}
     kind = model.get("model_type") or _EMBEDDER
-    if kind not in (_EMBEDDER, _CROSS_ENCODER):
+    if kind not in _KINDS:
         raise UnsupportedArchitectureError(
             f"{repository.name}: config_sentence_transformers.json has model_type {kind!r}; "
-            f"supported: {_EMBEDDER!r}, {_CROSS_ENCODER!r}"
+            f"supported: {', '.join(map(repr, _KINDS))}"
         )
     if model.get("similarity_fn_name") not in (None, *SIMILARITIES):
         raise CheckpointFormatError(
             f"{repository.name}: config_sentence_transformers.json has similarity_fn_name "
             f"{model['similarity_fn_name']!r}; known: {', '.join(SIMILARITIES)}"
         )
-    prompts, default_prompt_name = _prompts(repository, model)
+    prompts, default_prompt_name = read_prompts(repository, model)
     common: dict[str, Any] = {
         "prompts": prompts,
         "default_prompt_name": default_prompt_name,
         "truncate_dim": model.get("truncate_dim"),
         "similarity_fn_name": model.get("similarity_fn_name"),
         "is_cross_encoder": kind == _CROSS_ENCODER,
+        "max_active_dims": read_max_active_dims(repository, model),
         "score_activation": model.get("activation_fn") if kind == _CROSS_ENCODER else None,
     }
     listed = repository.read_json("modules.json")
     if listed is None:
-        return Recipe(**common, **_transformer_settings(repository, "", kind))
-    modules = _modules(repository, listed)
+        return Recipe(**common, **transformer_settings(repository, "", kind))
+    modules = read_modules(repository, listed)
     if kind == _CROSS_ENCODER:
         return _cross_encoder(repository, modules, common)
+    if _is_two_tower(repository, modules[0]):
+        return _two_tower(repository, modules, common)
+    place = next((index for index, (name, _) in enumerate(modules) if name in ROUTERS), None)
+    if place is not None:
+        return _routed(repository, modules, place, kind, common)
+    return _embedder(repository, modules, kind, common)
+
+
+def _routed(
+    repository: Repository, modules: list[tuple[str, str]], place: int, kind: str, common: Mapping[str, Any]
+) -> Recipe:
+    """One transformer, and after it modules that are not the same for queries and documents."""
+    router, chains = read_router(repository, modules[place][1])
+    recipes = {
+        side: _embedder(repository, [*modules[:place], *chain, *modules[place + 1 :]], kind, common)
+        for side, chain in chains.items()
+    }
+    first = recipes.get(None) or next(iter(recipes.values()))
+    if any(replace(recipe, modules=first.modules) != first for recipe in recipes.values()) or (
+        first.sparse is not None and any(recipe.modules != first.modules for recipe in recipes.values())
+    ):
+        raise UnsupportedArchitectureError(
+            f"{repository.name}: the routes for queries and documents have different transformers or poolings; "
+            "supported are routes that differ in what follows pooling"
+        )
+    if any(recipe.modules != first.modules for recipe in recipes.values()):
+        router = replace(router, heads={side: recipe.modules for side, recipe in recipes.items()})
+    return replace(first, router=router)
+
+
+def _embedder(repository: Repository, modules: list[tuple[str, str]], kind: str, common: Mapping[str, Any]) -> Recipe:
+    """A transformer, and what makes dense or sparse vectors of its states."""
+    if modules[1:2] and modules[1][0] == "SpladePooling":
+        return _splade(repository, modules, common)
     if len(modules) < 2 or [kind for kind, _ in modules[:2]] != ["Transformer", "Pooling"]:
         names = ", ".join(kind for kind, _ in modules)
         raise CheckpointFormatError(
             f"{repository.name}: modules.json lists {names}; a Transformer followed by a Pooling is supported"
         )
     types, include_prompt = _pooling(repository, modules[1][1])
+    sparse = None
+    if modules[-1][0] == "SparseAutoEncoder":
+        sparse = read_auto_encoder(repository, modules[-1][1])
+        modules = modules[:-1]
     tail = _tail(repository, modules[2:])
     normalize = bool(tail) and tail[-1][0] == "Normalize"
     return Recipe(
@@ -162,20 +219,56 @@ def read_recipe(repository: Repository) -> Recipe:
         include_prompt=include_prompt,
         modules=tuple(tail[:-1] if normalize else tail),
         normalize=normalize,
+        sparse=sparse,
         **common,
-        **_transformer_settings(repository, modules[0][1], kind),
+        **transformer_settings(repository, modules[0][1], kind),
     )
+
+
+def _is_two_tower(repository: Repository, first: tuple[str, str]) -> bool:
+    """Whether a module gives embeddings of texts and of images by itself, as CLIP does."""
+    kind, path = first
+    if kind != "Transformer":
+        return kind == "CLIPModel"
+    modalities = transformer_config(repository, path)[1].get("modality_config") or {}
+    return (modalities.get("text") or {}).get("method") == "get_text_features"
+
+
+def _two_tower(repository: Repository, modules: list[tuple[str, str]], common: Mapping[str, Any]) -> Recipe:
+    kinds = [kind for kind, _ in modules[1:] if kind not in PASSIVE_MODULES]
+    if kinds not in ([], ["Normalize"]):
+        raise CheckpointFormatError(
+            f"{repository.name}: modules.json lists {', '.join(kinds)} after a model of texts and images; "
+            "only Normalize is supported there"
+        )
+    config = transformer_config(repository, modules[0][1])[1]
+    return Recipe(backbone=modules[0][1], normalize=bool(kinds), max_seq_length=config.get("max_seq_length"), **common)
+
+
+def _splade(repository: Repository, modules: list[tuple[str, str]], common: Mapping[str, Any]) -> Recipe:
+    """A masked language model and what makes a weight per word of its logits."""
+    kinds = [kind for kind, _ in modules]
+    settings = transformer_settings(repository, modules[0][1], _SPARSE_ENCODER)
+    task = transformer_config(repository, modules[0][1])[1].get("transformer_task")
+    # Before version 5.4 the model of a masked language model had a class of its own.
+    is_masked = kinds[0] == "MLMTransformer" or (kinds[0] == "Transformer" and task == "fill-mask")
+    if not is_masked or len(modules) > 2:
+        raise CheckpointFormatError(
+            f"{repository.name}: modules.json lists {', '.join(kinds)} for the task {task!r}; SpladePooling is "
+            "supported alone after a Transformer for 'fill-mask', or a MLMTransformer"
+        )
+    return Recipe(backbone=modules[0][1], sparse=read_splade(repository, modules[1][1]), **common, **settings)
 
 
 def _cross_encoder(repository: Repository, modules: list[tuple[str, str]], common: Mapping[str, Any]) -> Recipe:
     """One of the three chains that score pairs: a classifier, logits of one or two tokens, or pooling and Dense."""
-    kinds = [kind for kind, _ in modules if kind not in _PASSIVE]
-    paths = [path for kind, path in modules if kind not in _PASSIVE]
+    kinds = [kind for kind, _ in modules if kind not in PASSIVE_MODULES]
+    paths = [path for kind, path in modules if kind not in PASSIVE_MODULES]
     if kinds[:1] != ["Transformer"]:
         raise CheckpointFormatError(f"{repository.name}: modules.json lists {', '.join(kinds)}: no Transformer first")
-    task = _transformer_config(repository, paths[0])[1].get("transformer_task") or "feature-extraction"
+    task = transformer_config(repository, paths[0])[1].get("transformer_task") or "feature-extraction"
     found: dict[str, Any] = {"backbone": paths[0], **common}
-    found |= _transformer_settings(repository, paths[0], _CROSS_ENCODER)
+    found |= transformer_settings(repository, paths[0], _CROSS_ENCODER)
     if task == "sequence-classification" and len(kinds) == 1:
         return Recipe(**found)
     if task == "text-generation" and kinds[1:] == ["LogitScore"]:
@@ -215,7 +308,8 @@ def _answers(repository: Repository, path: str) -> tuple[int, ...]:
     return (true,) if false is None else (false, true)
 
 
-def _prompts(repository: Repository, model: Mapping[str, Any]) -> tuple[dict[str, str], str | None]:
+def read_prompts(repository: Repository, model: Mapping[str, Any]) -> tuple[dict[str, str], str | None]:
+    """The prompts of config_sentence_transformers.json by name, and the name of the default one."""
     given, default = model.get("prompts") or {}, model.get("default_prompt_name")
     if not isinstance(given, Mapping) or not all(text is None or isinstance(text, str) for text in given.values()):
         raise CheckpointFormatError(
@@ -230,7 +324,7 @@ def _prompts(repository: Repository, model: Mapping[str, Any]) -> tuple[dict[str
     return prompts, default
 
 
-def _modules(repository: Repository, listed: Any) -> list[tuple[str, str]]:
+def read_modules(repository: Repository, listed: Any) -> list[tuple[str, str]]:
     """(type, path) of every module, in the order of the list: that is the order in which they run."""
     modules = []
     for entry in listed if isinstance(listed, list) else [listed]:
@@ -245,18 +339,19 @@ def _modules(repository: Repository, listed: Any) -> list[tuple[str, str]]:
     return modules
 
 
-def _transformer_config(repository: Repository, path: str) -> tuple[str, dict[str, Any]]:
+def transformer_config(repository: Repository, path: str) -> tuple[str, dict[str, Any]]:
     """The name of the file with the transformer's settings, and what it holds; empty where there is none."""
     where = f"{path}/" if path else ""
     found = ((name, repository.read_object(where + name)) for name in _TRANSFORMER_CONFIGS)
     return next(((name, config) for name, config in found if config), ("", {}))
 
 
-def _transformer_settings(repository: Repository, path: str, kind: str) -> dict[str, Any]:
-    name, config = _transformer_config(repository, path)
+def transformer_settings(repository: Repository, path: str, kind: str) -> dict[str, Any]:
+    """Fields of a `Recipe` that the transformer's settings say, for a model of a type."""
+    name, config = transformer_config(repository, path)
     modalities = config.get("modality_config") or {}
     task = config.get("transformer_task") or "feature-extraction"
-    known = tuple(_TASKS) if kind == _CROSS_ENCODER else ("feature-extraction",)
+    known = _KINDS.get(kind, _KINDS[_EMBEDDER])
     output, text_output = _TASKS.get(task, (None, None))
     processing = config.get("processing_kwargs") or {}
     template = processing.get("chat_template") if kind == _CROSS_ENCODER else None
@@ -308,19 +403,31 @@ def _tail(
     repository: Repository, modules: list[tuple[str, str]], *, gives_scores: bool = False
 ) -> list[tuple[str, str, Mapping[str, Any]]]:
     """(type, path, config) of what follows pooling; the last gives a CrossEncoder's scores."""
-    kept = [(kind, path) for kind, path in modules if kind not in _PASSIVE]
+    kept = [(kind, path) for kind, path in modules if kind not in PASSIVE_MODULES]
+    last = kept[-1][1] if kept else ""
     return [
-        (kind, path, _module_config(repository, kind, path, gives_scores=gives_scores and index == len(kept) - 1))
-        for index, (kind, path) in enumerate(kept)
+        (kind, path, module_config(repository, kind, path, output="scores" if gives_scores and path == last else None))
+        for kind, path in kept
     ]
 
 
-def _module_config(repository: Repository, kind: str, path: str, *, gives_scores: bool = False) -> Mapping[str, Any]:
-    """The module's settings. A Normalize has none, and its empty folder is lost in git and zip copies."""
+def module_config(
+    repository: Repository, kind: str, path: str, *, rows: str | None = "sentence_embedding", output: str | None = None
+) -> Mapping[str, Any]:
+    """The module's settings. A Normalize has none, and its empty folder is lost in git and zip copies.
+
+    Args:
+        repository: The checkpoint.
+        kind: The module's type.
+        path: Its folder.
+        rows: The name under which it must find what it takes; None where any will do.
+        output: The name under which it must leave what it gives; None for the same.
+    """
     if kind not in ("Dense", "LayerNorm", "Normalize"):
         raise CheckpointFormatError(
             f"{repository.name}: modules.json lists a module {kind!r} that is not supported; "
-            "supported after Pooling: Dense, LayerNorm, Normalize, Dropout"
+            f"supported after {'the Transformer' if rows == 'token_embeddings' else 'Pooling'}: Dense, LayerNorm, "
+            "Normalize, Dropout"
         )
     config = repository.read_object(f"{path}/config.json")
     if config is None and kind != "Normalize":
@@ -332,9 +439,8 @@ def _module_config(repository: Repository, kind: str, path: str, *, gives_scores
             f"{repository.name}: {path}/config.json has unknown keys {', '.join(unknown)}; "
             f"known: {', '.join(sorted(_DENSE_KEYS))}"
         )
-    output = "scores" if gives_scores else "sentence_embedding"
-    for key, supported in (("module_input_name", "sentence_embedding"), ("module_output_name", output)):
-        if (config.get(key) or "sentence_embedding") != supported:
+    for key, supported in (("module_input_name", rows), ("module_output_name", output or rows)):
+        if rows is not None and (config.get(key) or rows) != supported:
             raise CheckpointFormatError(
                 f"{repository.name}: {path}/config.json has {key} {config.get(key)!r}; only {supported!r} is supported"
             )

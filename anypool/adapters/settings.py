@@ -15,7 +15,7 @@ from anypool.errors import ConfigError, InvalidParameterError
 from anypool.model_executor.model_config import ModelConfig
 from anypool.pooling.activations import score_activation_from_path
 from anypool.pooling.methods import PoolingType
-from anypool.pooling.plan import EmbeddingSize, PoolingDefaults, ScoreDefaults
+from anypool.pooling.plan import EmbeddingSize, PoolingDefaults, ScoreDefaults, SparseDefaults
 from anypool.pooling.tasks import PoolingTask
 
 logger = logging.getLogger(__name__)
@@ -32,17 +32,30 @@ class Setting:
 
 
 def resolve_settings(
-    model_cls: Any, config: ModelConfig, recipe: Recipe, user: PoolerConfig, head: Head | None = None
+    model_cls: Any,
+    config: ModelConfig,
+    recipe: Recipe,
+    user: PoolerConfig,
+    head: Head | None = None,
+    *,
+    is_sparse: bool = False,
 ) -> dict[str, Setting]:
-    """Each pooling setting from the user, else the sentence-transformers files, else the model class."""
+    """Each pooling setting from the user, else the sentence-transformers files, else the model class.
+
+    A guess is said, unless there is a head that it is not for: of scores, or of sparse vectors.
+    """
     asked = None if user.pooling_types is None else tuple(PoolingType(name) for name in user.pooling_types)
     if asked is not None:
         types = Setting(asked, _USER)
     elif recipe.types is not None:
         types = Setting(recipe.types, _FILES)
+    elif recipe.multi_vector is not None:
+        types = Setting((PoolingType.ALL,), _FILES)
     else:
         types = Setting((_guess(model_cls, config),), _CLASS)
-        if head is None and issubclass(model_cls, PoolingMixin):  # another class has a pooler of its own
+        if (
+            head is None and not is_sparse and issubclass(model_cls, PoolingMixin)
+        ):  # another class has a pooler of its own
             logger.warning(
                 "%s has no modules.json: pooling %s is a guess; set PoolerConfig(pooling_type=...) if it is another",
                 config.name,
@@ -124,6 +137,7 @@ def pooling_defaults(
     size: int,
     user: PoolerConfig,
     head: Head | None,
+    sparse: SparseDefaults | None = None,
 ) -> PoolingDefaults:
     """What a request gets where it asks for nothing.
 
@@ -134,6 +148,7 @@ def pooling_defaults(
         size: Size of its uncut embeddings.
         user: What the user asked for.
         head: What gives scores, where there is one.
+        sparse: Of sparse vectors, where it gives them.
 
     Raises:
         ConfigError: A setting contradicts the model.
@@ -161,6 +176,7 @@ def pooling_defaults(
         scores=scores,
         logit_mean=user.logit_mean or 0.0,
         logit_sigma=user.logit_sigma or 1.0,
+        sparse=sparse,
     )
 
 

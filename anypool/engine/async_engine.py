@@ -49,7 +49,7 @@ class ServingOptions:
 # A call of fewer characters that comes alone is prepared on the event loop: handing it to a thread takes longer.
 _TINY = 2048
 # Calls of fewer characters are prepared together, larger ones by themselves.
-_SMALL = 16_384
+SMALL = 16_384
 # Of a text, as a rule: large calls that wait to be prepared may have as many as the queue's tokens have.
 _CHARACTERS_PER_TOKEN = 4
 
@@ -136,7 +136,7 @@ class AsyncEngine:
         with self._lock:
             if self._is_closed:
                 raise EngineDeadError("the engine is shut down")
-            if size < _SMALL:
+            if size < SMALL:
                 self._small.append(call)
             else:
                 self._add_large(call)
@@ -288,7 +288,7 @@ def _size(prompts: object) -> int:
     """About how many characters there are to read."""
     if not isinstance(prompts, (list, tuple)):
         return 0  # an error, or a sequence of the caller's own
-    return sum(len(prompt) if isinstance(prompt, (str, list)) else _SMALL // 64 for prompt in prompts)
+    return sum(len(prompt) if isinstance(prompt, (str, list)) else SMALL // 64 for prompt in prompts)
 
 
 def _expire(call: _Call) -> None:

@@ -36,6 +36,8 @@ def make_batch(
         starts=[piece.start for piece in pieces],
         prompt_lengths=[len(request) for request in requests],
         prefix=prefix,
+        images=[request.images for request in requests],
+        key_lengths=_key_lengths(pieces),
     )
     if prefix is None or cache is None or not cache.shares_prefixes:
         return batch
@@ -47,6 +49,12 @@ def make_batch(
         pad_token_id,
     )
     return dataclasses.replace(batch, segments=prompts, keeps_hidden=True)
+
+
+def _key_lengths(pieces: Sequence[Piece]) -> list[int] | None:
+    if all(piece.request.num_keys is None for piece in pieces):
+        return None
+    return [len(piece) if piece.request.num_keys is None else piece.request.num_keys for piece in pieces]
 
 
 def _types(piece: Piece) -> list[int] | None:

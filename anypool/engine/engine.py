@@ -83,7 +83,8 @@ class Engine:
         self._death: BaseException | None = None
         self._beat = time.monotonic()
         self._trimmed = self._beat
-        self._tokens_per_s = 0.0
+        self._tokens_per_s = 0.0  # of batches that left others waiting: those were as full as they get
+        self._leaves_others = False
         self._thread = threading.Thread(target=self._serve, name="anypool-device", daemon=True)
         self._thread.start()
         atexit.register(_close, weakref.ref(self))
@@ -122,7 +123,7 @@ class Engine:
     def prepare(
         self,
         prompts: Sequence[Prompt | TextPair | TemplatedPrompt],
-        task: PoolingTask,
+        task: PoolingTask | Sequence[PoolingTask],
         params: PoolingParams | Sequence[PoolingParams] | None = None,
         options: PromptOptions | None = None,
     ) -> list[Request]:
@@ -130,7 +131,8 @@ class Engine:
 
         Args:
             prompts: Texts, token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}`; for scores also pairs.
-            task: What each gets.
+            task: What each gets. Of several tasks the results are those of `Request.also`, in their order: each prompt
+                is run once.
             params: For all of them, or one per prompt.
             options: How prompts become token ids.
 
@@ -177,15 +179,16 @@ class Engine:
         """
         check_turn(priority, timeout_s)
         now = time.monotonic()
-        requests = leaves(requests)
+        requests = [request for request in leaves(requests) if not request.is_answered]
         tokens = sum(map(len, requests))
-        if bounded and not self._has_room(tokens):
+        if bounded and self._refusal(tokens, priority):
             self._sweep()
         with self._changed:
             if not self.is_alive:
                 raise EngineDeadError(self._end_message())
-            if bounded and not self._has_room(tokens):
-                raise self._overloaded()
+            if bounded and (refusal := self._refusal(tokens, priority)):
+                self.metrics.refused()
+                raise refusal
             check_new(requests)
             for request in requests:
                 request.priority, request.cache_salt, request.submitted = priority, cache_salt, now
@@ -206,17 +209,22 @@ class Engine:
                 self._holding -= 1
                 self._changed.notify()
 
-    def _has_room(self, tokens: int) -> bool:
-        waiting = self._scheduler.waiting_tokens
-        return waiting == 0 or waiting + tokens <= self.config.max_queued_tokens
-
-    def _overloaded(self) -> OverloadedError:
-        self.metrics.refused()
-        waiting = self._scheduler.waiting_tokens
-        return OverloadedError(
-            f"{waiting:,} tokens are waiting, and the queue takes {self.config.max_queued_tokens:,}: try again later",
-            retry_after_s=min(600.0, max(1.0, waiting / max(self._tokens_per_s, 1.0))),
-        )
+    def _refusal(self, tokens: int, priority: int) -> OverloadedError | None:
+        """Why the queue does not take so many more tokens, if it does not. An empty one takes any number."""
+        waiting, config = self._scheduler.waiting_tokens, self.config
+        if waiting and waiting + tokens > config.max_queued_tokens:
+            message = (
+                f"{waiting:,} tokens are waiting, and the queue takes {config.max_queued_tokens:,}: try again later"
+            )
+            return OverloadedError(message, retry_after_s=_retry_after(waiting / max(self._tokens_per_s, 1.0)))
+        if self._tokens_per_s and config.max_queue_s is not None:
+            wait_s = self._scheduler.tokens_before(tokens, priority) / self._tokens_per_s
+            if wait_s > config.max_queue_s:
+                message = f"the turn would come in {wait_s:,.1f} s, and the limit is {config.max_queue_s:g} s"
+                return OverloadedError(
+                    f"{message}: try again later", retry_after_s=_retry_after(wait_s - config.max_queue_s)
+                )
+        return None
 
     def _sweep(self) -> None:
         """Drops those that nobody waits for. It looks at the whole queue, so a twentieth of the time may go into it."""
@@ -260,7 +268,7 @@ class Engine:
                     return False
                 may_run = not self._holding or self._stop_at is not None  # nothing is added to what waits at the end
                 if may_run and (requests := self._scheduler.next_batch()):
-                    self._running = requests
+                    self._running, self._leaves_others = requests, bool(self._scheduler)
                     return True
                 self._changed.wait()
 
@@ -274,7 +282,8 @@ class Engine:
         due = [request for request in requests if request not in gone] if gone else requests
         if self._long is None or self._long.request not in due:  # not for every chunk
             self.metrics.started(due, now)
-        if len(due) == 1 and len(due[0]) > self._scheduler.max_tokens and self.config.enable_chunked_prefill:
+        is_long = len(due) == 1 and len(due[0]) > self._scheduler.max_tokens and due[0].num_keys is None
+        if is_long and self.config.enable_chunked_prefill:
             self._run_chunk(due[0])
         elif due:
             self._run(due)
@@ -285,13 +294,17 @@ class Engine:
         pieces: list[Piece] = []
         try:
             pieces = self._pieces(requests)
-            output = self._runner.run(self._batch(pieces), [request.plan for request in requests])
+            output = self._runner.run(
+                self._batch(pieces),
+                [request.plan for request in requests],
+                [[one.plan for one in request.also] for request in requests],
+            )
         except Exception as error:  # anything a model may raise; it goes to the request that caused it
             failure = error
         else:
             self._ran(pieces, output)
-            for piece, result, is_finite in zip(pieces, output.results, output.are_finite, strict=True):
-                self._finish(piece, result, is_finite=is_finite)
+            for index, piece in enumerate(pieces):
+                self._finish(piece, output, index)
             return
         for piece in pieces:
             self._give_back(piece, keep=False)
@@ -309,7 +322,8 @@ class Engine:
             piece = long.next_piece(tokens)
             batch = self._batch([piece])
             if long.pooling is None:
-                long.pooling = self._runner.begin_chunks(batch, request.plan)
+                plans = [one.plan for one in (request, *request.also)]
+                long.pooling = self._runner.begin_chunks(batch, plans)
             output = self._runner.run_chunk(batch, long.pooling, is_last=piece.is_last)
         except Exception as error:  # as in `_run`
             failure = error
@@ -318,7 +332,7 @@ class Engine:
             long.done = piece.stop
             if piece.is_last:
                 self._long = None
-                self._finish(long.whole, output.results[0], is_finite=output.are_finite[0])
+                self._finish(long.whole, output, 0)
             else:
                 with self._changed:
                     self._scheduler.put_back(request, len(piece))
@@ -338,12 +352,16 @@ class Engine:
     def _ran(self, pieces: Sequence[Piece], output: RunnerOutput) -> None:
         tokens = sum(map(len, pieces))
         self.metrics.ran(pieces, output, budget=self._scheduler.max_tokens)
-        speed = tokens / max(output.forward_s + output.pool_s, 1e-6)
-        self._tokens_per_s = 0.9 * self._tokens_per_s + 0.1 * speed if self._tokens_per_s else speed
+        if self._leaves_others:
+            speed = tokens / max(output.forward_s + output.pool_s, 1e-6)
+            self._tokens_per_s = 0.9 * self._tokens_per_s + 0.1 * speed if self._tokens_per_s else speed
 
-    def _finish(self, piece: Piece, result: torch.Tensor, *, is_finite: bool) -> None:
-        """Resolves a request. What it left in the cache may be read from now on, unless it was not finite."""
-        request = piece.request
+    def _finish(self, piece: Piece, output: RunnerOutput, index: int) -> None:
+        """Resolves the request of the piece at `index` of a batch.
+
+        What it left in the cache may be read from now on, unless it was not finite.
+        """
+        request, is_finite = piece.request, output.are_finite[index]
         request.num_cached_tokens = piece.start
         if self._cache is not None and self._cache.shares_prefixes:
             self.metrics.looked_up_tokens += len(request)
@@ -351,7 +369,7 @@ class Engine:
         self._give_back(piece, keep=is_finite)
         if is_finite:
             self.metrics.ended(request, "ok")
-            request.resolve(result)
+            request.resolve(output.results[index], output.others[index])
         else:
             self.metrics.ended(request, "nan")
             request.fail(non_finite_error(request))
@@ -444,6 +462,10 @@ class Engine:
 
     def _end_message(self) -> str:
         return "the engine is shut down" if self._death is None else f"the device thread died: {self._death!r}"
+
+
+def _retry_after(seconds: float) -> float:
+    return min(600.0, max(1.0, seconds))
 
 
 def _close(engine: weakref.ref[Engine]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from anypool.adapters.load import LoadedModel
+from anypool.adapters.multi_vector import MultiVector, Side
 from anypool.adapters.rerank_templates import TemplatedPrompt
 from anypool.config import is_int, require
 from anypool.engine.prompts import TextPair
@@ -27,6 +28,7 @@ class Fitted:
         types: Segment ids of a text pair; None where all are 0.
         skip: Leading tokens that are not pooled, of the prompt or of each window.
         windows: What is run in its place, where it is longer than the model takes.
+        num_keys: Leading tokens that are attended to; None for all.
     """
 
     ids: list[int]
@@ -34,6 +36,7 @@ class Fitted:
     types: list[int] | None = None
     skip: int = 0
     windows: tuple[Window, ...] = ()
+    num_keys: int | None = None
 
 
 class Fitting:
@@ -54,6 +57,8 @@ class Fitting:
         self.in_windows = loaded.pooler_config.enable_chunked_processing
         if self.in_windows:
             self._check_windows()
+        if loaded.multi_vector is not None:
+            self._check_sides(loaded.multi_vector)
 
     @property
     def longest(self) -> int | None:
@@ -97,7 +102,17 @@ class Fitting:
             )
         return self.tokenizer
 
-    def single(self, ids: list[int], index: int, limit: int | None, *, side: str, prefix: str, skip: int) -> Fitted:
+    def single(
+        self,
+        ids: list[int],
+        index: int,
+        limit: int | None,
+        *,
+        side: str,
+        prefix: str,
+        skip: int,
+        around: tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> Fitted:
         """A text, or token ids.
 
         Args:
@@ -107,10 +122,13 @@ class Fitting:
             side: The end that is cut.
             prefix: The prompt that the text begins with.
             skip: How many leading tokens, of this prompt, are not pooled.
+            around: Tokens before and after the text that are kept, in place of the tokenizer's special ones.
         """
         kept = ids
         if limit is None:
             self._check_length(index, len(ids))
+        elif around is not None:
+            kept = truncate(ids, limit, side=side, prefix=around[0], suffix=around[1])
         elif self.tokenizer is None:
             kept = truncate(ids, limit, side=side)
         else:
@@ -125,6 +143,31 @@ class Fitting:
         _, overlap = self._room(head + tail, index)
         windows = split(kept, head=head, tail=tail, size=self.max_model_len, overlap=overlap)
         return replace(fitted, skip=head if skip else 0, windows=tuple(windows))
+
+    def one_side(self, which: Side, ids: list[int], index: int, asked: int | None, *, side: str) -> Fitted:
+        """A query or document of a multi-vector model: cut where its checkpoint cuts it, marked, expanded.
+
+        Args:
+            which: How it is read.
+            ids: With special tokens.
+            index: Place among the inputs, for messages.
+            asked: `truncate_prompt_tokens`.
+            side: The end that is cut.
+        """
+        if not ids:
+            return Fitted(ids)
+        given = self.limit(asked)
+        stated = which.limit(given if asked != -1 else None, self.max_model_len)
+        limit = given if stated is None else stated
+        marks = int(which.marker is not None)
+        if limit is None:
+            self._check_length(index, len(ids) + marks)
+            kept = ids
+        else:
+            tokenizer = self.need_tokenizer()
+            kept = truncate(ids, limit - marks, side=side, prefix=tokenizer.prefix_ids, suffix=tokenizer.suffix_ids)
+        full, num_keys = which.expanded(which.marked(kept))
+        return Fitted(full, len(ids) - len(kept), num_keys=num_keys)
 
     def pair(
         self, first: list[int], second: list[int], index: int, limit: int | None, *, side: str, skip: int
@@ -243,6 +286,19 @@ class Fitting:
         windows = f" (max_embed_len, in windows of {self.max_model_len:,})" if self.in_windows else ""
         return PromptTooLongError(
             f"{what} {self.longest:,}{unit}{windows}: pass truncate_prompt_tokens=-1, or split the text"
+        )
+
+    def _check_sides(self, multi_vector: MultiVector) -> None:
+        require(
+            not self.in_windows,
+            f"PoolerConfig: enable_chunked_processing has no meaning for {self.loaded.config.name}, whose documents "
+            "are cut where their checkpoint says; truncate_prompt_tokens takes longer ones",
+        )
+        expansion = multi_vector.queries.expansion
+        require(
+            expansion is None or expansion.length <= self.max_model_len,
+            f"queries of {self.loaded.config.name} are expanded to {expansion and expansion.length} tokens, and "
+            f"max_model_len={self.max_model_len} is less",
         )
 
     def _check_windows(self) -> None:

@@ -53,14 +53,14 @@ class LongPrompt:
         request: Whose prompt.
         whole: What is left of it after its cached prefix, with the blocks of all of it.
         done: Tokens that are computed, or were cached.
-        pooling: What the chunks so far were folded into; None before the first.
+        pooling: What the chunks so far were folded into, for each task; None before the first.
     """
 
     def __init__(self, whole: Piece, *, stored_in_the_end: int) -> None:
         self.request = whole.request
         self.whole = whole
         self.done = whole.start
-        self.pooling: ChunkedPooling | None = None
+        self.pooling: list[ChunkedPooling] | None = None
         self._stored_in_the_end = stored_in_the_end
 
     def next_piece(self, max_tokens: int) -> Piece:
@@ -161,9 +161,11 @@ class KVCache:
 
     def _most_cached(self, request: Request) -> int:
         """Blocks that may be read rather than computed: at least one token of a prompt is computed."""
-        return (len(request) - 1) // self.block_size
+        return 0 if request.num_keys is not None else (len(request) - 1) // self.block_size
 
     def _hashes(self, request: Request) -> list[bytes]:
+        if request.num_keys is not None:
+            return []  # the same ids mean other states where all of them are attended to
         lengths = self.config.frequency_lengths(len(request))
         salt = repr((request.cache_salt, lengths, request.token_type_ids)).encode()
         return block_hashes(request.token_ids, self.block_size, salt)

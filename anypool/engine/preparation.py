@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from anypool.adapters.load import LoadedModel
+from anypool.adapters.multi_vector import MultiVector, Side
 from anypool.adapters.rerank_templates import TemplatedPrompt
 from anypool.engine.fitting import Fitted, Fitting
-from anypool.engine.prompts import Prompt, TextPair, check_prompt, check_text
+from anypool.engine.image_prompts import ImagePrompts
+from anypool.engine.lookup import Lookup
+from anypool.engine.prompts import ImagePrompt, Prompt, TextPair, check_prompt, check_text
 from anypool.engine.request import Request
 from anypool.engine.spans import SpannedPrompt, token_spans
 from anypool.engine.tokenization import Tokenizer, kept_positions
@@ -21,11 +24,15 @@ from anypool.errors import (
     PromptTooLongError,
     UnsupportedTaskError,
 )
+from anypool.model_executor.images import ImageInputs
 from anypool.pooling.methods import PoolingType
 from anypool.pooling.params import PoolingParams
-from anypool.pooling.plan import PoolingPlan, make_plan
+from anypool.pooling.plan import PoolingPlan, make_plans
 from anypool.pooling.pooler import EmbedPooler
 from anypool.pooling.tasks import PoolingTask
+
+# What cannot be made of a text's windows.
+_WHOLE = {PoolingTask.REWARD: "reward", PoolingTask.SPARSE_EMBED: "sparse vector of this model"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,19 +71,83 @@ class Preparation:
         self.loaded = loaded
         self.tokenizer = tokenizer
         self._fitting = Fitting(loaded, tokenizer, max_model_len)
+        self._images = ImagePrompts(loaded, max_model_len)
         self._ids = itertools.count()
+        router = loaded.recipe.router
+        if router is not None and router.table is not None and loaded.defaults.sparse is not None:
+            self._lookup = Lookup(loaded, tokenizer)
 
     def prepare(
         self,
-        prompts: Sequence[Prompt | TextPair | TemplatedPrompt | SpannedPrompt],
-        task: PoolingTask,
+        prompts: Sequence[Prompt | TextPair | TemplatedPrompt | ImagePrompt | SpannedPrompt],
+        task: PoolingTask | Sequence[PoolingTask],
         params: PoolingParams | Sequence[PoolingParams] | None,
         options: PromptOptions,
     ) -> list[Request]:
         """Turns prompts into requests; see `Engine.prepare`."""
         if isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__len__"):
             raise InvalidPromptError(f"prompts={prompts!r:.80} is not a list of prompts")
-        plans = self._plans(len(prompts), task, params)
+        tasks = (task,) if isinstance(task, PoolingTask) else tuple(task)
+        plans = self._plans(len(prompts), tasks, params)
+        if PoolingTask.SPARSE_EMBED in tasks or self.loaded.defaults.sides is not None:
+            return self._by_side(prompts, plans, options)
+        if PoolingTask.TOKEN_EMBED in tasks and self.loaded.multi_vector is not None:
+            return self._token_vectors(prompts, plans, options, self.loaded.multi_vector)
+        return self._requests(prompts, plans, options)
+
+    def _by_side(
+        self, prompts: Sequence[Any], plans: Sequence[tuple[PoolingPlan, ...]], options: PromptOptions
+    ) -> list[Request]:
+        """Requests where sides count: texts of each get its prompt, and those of some are only looked up."""
+        sides = [
+            next((plan for plan in several if plan.is_looked_up or plan.side is not None), several[0])
+            for several in plans
+        ]
+        made: dict[int, Request] = {}
+        for side in dict.fromkeys(plan.side for plan in sides):
+            places = [index for index, plan in enumerate(sides) if plan.side == side]
+            chosen, asked = self._with_prompt_of(side, options), [prompts[index] for index in places]
+            if sides[places[0]].is_looked_up:
+                if len(plans[0]) > 1:
+                    raise UnsupportedTaskError(
+                        f"{self.loaded.config.name} looks these texts up and does not run them: ask for sparse_embed "
+                        "alone",
+                        param="task",
+                    )
+                requests = self._looked_up(asked, [sides[index] for index in places], chosen)
+            else:
+                requests = self._requests(asked, [plans[index] for index in places], chosen)
+            made |= dict(zip(places, requests, strict=True))
+        return [made[index] for index in range(len(plans))]
+
+    def _looked_up(self, prompts: Sequence[Any], plans: Sequence[PoolingPlan], options: PromptOptions) -> list[Request]:
+        checked = [check_prompt(prompt, index) for index, prompt in enumerate(prompts)]
+        _refuse_prompt_before_ids(options, checked)
+        prefix, _ = self._prompt_prefix(options)
+        texts: list[str | list[int]] = []
+        for index, prompt in enumerate(checked):
+            if not isinstance(prompt, (str, list)):
+                raise InvalidPromptError(f"input {index} is a pair of texts, and these are read each by itself")
+            texts.append(prefix + prompt if isinstance(prompt, str) else prompt)
+        limit = options.truncate_prompt_tokens
+        if limit is not None and limit != -1:
+            self._fitting.limit(limit)  # checks it
+        return self._lookup.requests(
+            texts, plans, [str(next(self._ids)) for _ in texts], None if limit == -1 else limit
+        )
+
+    def _with_prompt_of(self, side: bool | None, options: PromptOptions) -> PromptOptions:
+        """The options with the prompt that the checkpoint has for a side, where the caller names none."""
+        if side is None or options.prompt is not None or options.prompt_name is not None:
+            return options
+        prompts = self.loaded.recipe.prompts
+        names = ("query",) if side else ("document", "passage", "corpus")
+        return replace(options, prompt_name=next((name for name in names if name in prompts), None))
+
+    def _requests(
+        self, prompts: Sequence[Any], plans: Sequence[tuple[PoolingPlan, ...]], options: PromptOptions
+    ) -> list[Request]:
+        """Requests for prompts that are run as they are, with one prompt before all of them."""
         limit = self._fitting.limit(options.truncate_prompt_tokens)
         side = self._side(options)
         prefix, skip = self._prompt_prefix(options)
@@ -84,17 +155,17 @@ class Preparation:
         checked = [check_prompt(p.prompt if isinstance(p, SpannedPrompt) else p, i) for i, p in enumerate(prompts)]
         if limit is None:
             self._fitting.refuse_endless(checked)
-        if (options.prompt_name is not None or options.prompt) and any(isinstance(p, list) for p in checked):
-            raise InvalidParameterError(
-                "a prompt is put before text and not before token ids: give texts, or ids that hold the prompt",
-                param="prompt_name",
-            )
+        _refuse_prompt_before_ids(options, checked)
         whole = [prefix + prompt for prompt in checked if isinstance(prompt, str)]
         texts = iter(self._encode(whole, special_tokens=options.special_tokens))
         pieces = self._pieces(checked, prefix)
         requests = []
-        for index, (prompt, plan) in enumerate(zip(checked, plans, strict=True)):
-            if isinstance(prompt, TextPair):
+        for index, (prompt, (plan, *others)) in enumerate(zip(checked, plans, strict=True)):
+            images = None
+            if isinstance(prompt, ImagePrompt):
+                ids, images = self._images.encode(prompt, index, special_tokens=options.special_tokens)
+                tokens = Fitted(ids)
+            elif isinstance(prompt, TextPair):
                 first, second = pieces[prefix + prompt.first], pieces[prompt.second]
                 tokens = self._fitting.pair(first, second, index, limit, side=side, skip=skip)
             elif isinstance(prompt, TemplatedPrompt):
@@ -102,16 +173,78 @@ class Preparation:
             else:
                 before, skipped = (prefix, skip) if isinstance(prompt, str) else ("", 0)
                 ids = next(texts) if isinstance(prompt, str) else prompt
-                tokens = self._fitting.single(ids, index, limit, side=side, prefix=before, skip=skipped)
-            self._check_ids(tokens, index, plan)
+                around = self._images.around if isinstance(prompt, str) else None
+                tokens = self._fitting.single(ids, index, limit, side=side, prefix=before, skip=skipped, around=around)
+            for one in (plan, *others):
+                self._check_ids(tokens, index, one)
+            if images is None:
+                self._images.refuse_image_tokens(tokens.ids, index)
             spanned = spans[index]
             if spanned is not None:
                 plan = replace(plan, spans=self._spans(spanned, index, tokens, prefix, side))
-            requests.append(self._request(tokens, plan, index, best=isinstance(prompt, (TextPair, TemplatedPrompt))))
+            best = isinstance(prompt, (TextPair, TemplatedPrompt))
+            also = tuple(self._request(tokens, one, index, best=best, images=images) for one in others)
+            requests.append(self._request(tokens, plan, index, best=best, images=images, also=also))
         return requests
 
-    def _request(self, tokens: Fitted, plan: PoolingPlan, index: int, *, best: bool) -> Request:
-        """A request for a prompt, or one whose parts are its windows; for scores the `best` of these counts."""
+    def _token_vectors(
+        self,
+        prompts: Sequence[Any],
+        plans: Sequence[tuple[PoolingPlan, ...]],
+        options: PromptOptions,
+        multi_vector: MultiVector,
+    ) -> list[Request]:
+        """Requests for the token vectors of queries and documents, which are read each in their way."""
+        if any(len(several) > 1 for several in plans):
+            raise UnsupportedTaskError(
+                f"{self.loaded.config.name} reads texts for token_embed otherwise than for its other tasks: ask for "
+                "it alone",
+                param="task",
+            )
+        checked = [check_prompt(prompt, index) for index, prompt in enumerate(prompts)]
+        _refuse_prompt_before_ids(options, checked)
+        asked, end = options.truncate_prompt_tokens, self._side(options)
+        if asked is None:
+            self._fitting.refuse_endless(checked)
+        sides = [multi_vector.side(is_query=plan.is_query) for (plan,) in plans]
+        prefixes = {which: self._prompt_prefix(_with_own_prompt(options, which))[0] for which in dict.fromkeys(sides)}
+        texts = [prefixes[which] + one for which, one in zip(sides, checked, strict=True) if isinstance(one, str)]
+        encoded = iter(self._encode(texts, special_tokens=options.special_tokens))
+        requests = []
+        for index, (prompt, which, (plan,)) in enumerate(zip(checked, sides, plans, strict=True)):
+            if isinstance(prompt, ImagePrompt):
+                raise InvalidPromptError(f"input {index} has an image, and {self.loaded.config.name} reads text alone")
+            if isinstance(prompt, (TextPair, TemplatedPrompt)):
+                raise InvalidPromptError(
+                    f"input {index} is a pair of texts, and {self.loaded.config.name} reads each text by itself"
+                )
+            if isinstance(prompt, ImagePrompt):
+                raise InvalidPromptError(f"input {index} has an image, and {self.loaded.config.name} reads text alone")
+            ids = next(encoded) if isinstance(prompt, str) else prompt
+            tokens = self._fitting.one_side(which, ids, index, asked, side=end)
+            self._check_ids(tokens, index, plan)
+            if not which.kept.keeps_any(tokens.ids):
+                raise InvalidPromptError(
+                    f"input {index} has no vectors: all of its {len(tokens.ids)} tokens are ones that "
+                    f"{self.loaded.config.name} leaves out, such as punctuation"
+                )
+            requests.append(self._request(tokens, plan, index, best=False))
+        return requests
+
+    def _request(
+        self,
+        tokens: Fitted,
+        plan: PoolingPlan,
+        index: int,
+        *,
+        best: bool,
+        images: ImageInputs | None = None,
+        also: tuple[Request, ...] = (),
+    ) -> Request:
+        """A request for a prompt, or one whose parts are its windows; for scores the `best` of these counts.
+
+        Others that it answers `also` are of the same prompt, so that their parts are the same windows.
+        """
         name = str(next(self._ids))
         if not tokens.windows:
             return Request(
@@ -119,14 +252,18 @@ class Preparation:
                 token_ids=tokens.ids,
                 plan=plan,
                 token_type_ids=tokens.types,
+                images=images,
                 skip=tokens.skip,
+                num_keys=tokens.num_keys,
                 num_truncated_tokens=tokens.truncated,
+                also=also,
             )
         combine = combination(plan, tokens.windows, tokens.ids, best=best, defaults=self.loaded.defaults)
         if combine is None:
             raise PromptTooLongError(
-                f"input {index} has {len(tokens.ids):,} tokens, the limit is {self._fitting.max_model_len:,}: a reward "
-                "is about a whole text, so it is not run in windows; pass truncate_prompt_tokens=-1, or shorten it"
+                f"input {index} has {len(tokens.ids):,} tokens, the limit is {self._fitting.max_model_len:,}: a "
+                f"{_WHOLE[plan.task]} is about a whole text, so it is not run in windows; pass "
+                "truncate_prompt_tokens=-1, or shorten it"
             )
         parts = tuple(
             Request(
@@ -135,6 +272,7 @@ class Preparation:
                 plan=part_plan,
                 token_type_ids=window.token_type_ids,
                 skip=tokens.skip,
+                also=tuple(one.parts[number] for one in also),
             )
             for number, (window, part_plan) in enumerate(combine.parts)
         )
@@ -145,6 +283,7 @@ class Preparation:
             num_truncated_tokens=tokens.truncated,
             parts=parts,
             combine=combine,
+            also=also,
         )
 
     def _spans(
@@ -187,10 +326,11 @@ class Preparation:
         return self._prompt_prefix(options)[0]
 
     def _plans(
-        self, count: int, task: PoolingTask, params: PoolingParams | Sequence[PoolingParams] | None
-    ) -> list[PoolingPlan]:
+        self, count: int, tasks: Sequence[PoolingTask], params: PoolingParams | Sequence[PoolingParams] | None
+    ) -> list[tuple[PoolingPlan, ...]]:
+        """For each prompt a plan per task."""
         if params is None or isinstance(params, PoolingParams):
-            return [make_plan(task, params or PoolingParams(), self.loaded.defaults)] * count
+            return [make_plans(tasks, params or PoolingParams(), self.loaded.defaults)] * count
         if not isinstance(params, (list, tuple)):
             raise InvalidParameterError(f"pooling_params={params!r} is not a PoolingParams, nor a list of them")
         if len(params) != count:
@@ -198,7 +338,7 @@ class Preparation:
         for one in params:
             if not isinstance(one, PoolingParams):
                 raise InvalidParameterError(f"pooling_params has {one!r}, which is not a PoolingParams")
-        return [make_plan(task, one, self.loaded.defaults) for one in params]
+        return [make_plans(tasks, one, self.loaded.defaults) for one in params]
 
     def _side(self, options: PromptOptions) -> str:
         side = options.truncation_side
@@ -234,6 +374,8 @@ class Preparation:
         return prefix, self.tokenizer.prompt_length(prefix) - added
 
     def _encode(self, texts: list[str], *, special_tokens: bool) -> list[list[int]]:
+        if texts and self._images.owns_texts:
+            return self._images.texts(texts)
         return self._fitting.need_tokenizer().encode(texts, special_tokens=special_tokens) if texts else []
 
     def _pieces(self, prompts: Sequence[object], prefix: str) -> dict[str, list[int]]:
@@ -258,7 +400,10 @@ class Preparation:
         vocab = self.loaded.config.vocab_size
         if min(ids) < 0 or max(ids) >= vocab:
             wrong = next(i for i in ids if not 0 <= i < vocab)
-            raise InvalidPromptError(f"input {index} has the token id {wrong}; this model's ids are 0 to {vocab - 1}")
+            raise InvalidPromptError(
+                f"input {index} has the token id {wrong}; this model's ids are 0 to {vocab - 1}: "
+                "it may be of another tokenizer, and texts are safer"
+            )
         if tokens.skip >= len(ids):
             raise InvalidPromptError(
                 f"input {index} has no tokens left to pool: all {len(ids)} belong to the prompt, "
@@ -269,3 +414,23 @@ class Preparation:
                 f"input {index} has no step tag: the token {plan.step_tag_id} must stand after each step",
                 param="step_tag_id",
             )
+
+
+def _refuse_prompt_before_ids(options: PromptOptions, prompts: Sequence[object]) -> None:
+    if (options.prompt_name is not None or options.prompt) and any(isinstance(prompt, list) for prompt in prompts):
+        raise InvalidParameterError(
+            "a prompt is put before text and not before token ids: give texts, or ids that hold the prompt",
+            param="prompt_name",
+        )
+    if options.prompt and any(isinstance(prompt, ImagePrompt) for prompt in prompts):
+        raise InvalidParameterError(
+            "a prompt is put before text and not before images: put it into the text that stands with them",
+            param="prompt",
+        )
+
+
+def _with_own_prompt(options: PromptOptions, which: Side) -> PromptOptions:
+    """The options with the prompt of a side, where the caller names none."""
+    if which.prompt_name is None or options.prompt is not None or options.prompt_name is not None:
+        return options
+    return replace(options, prompt_name=which.prompt_name)

@@ -8,13 +8,15 @@ from numbers import Integral
 from typing import Any, Union
 
 from anypool.adapters.rerank_templates import TemplatedPrompt
+from anypool.engine.images import as_image_list
 from anypool.errors import InvalidPromptError
 
 Prompt = Union[str, "list[int]", Mapping[str, Any]]
 
 _BYTES = (bytes, bytearray, memoryview)
 _FORMS = (
-    "a text, a list of token ids, {'prompt': text}, {'prompt': text, 'text_pair': text} or {'prompt_token_ids': [...]}"
+    "a text, a list of token ids, {'prompt': text}, {'prompt': text, 'text_pair': text}, {'prompt_token_ids': [...]}, "
+    "or {'multi_modal_data': {'image': ...}} with or without a 'prompt'"
 )
 
 
@@ -47,10 +49,23 @@ class TextPair:
     second: str
 
 
+@dataclass(frozen=True, eq=False)
+class ImagePrompt:
+    """Images, and a text where there is one. The text may say where each image stands, by the model's placeholder.
+
+    Attributes:
+        images: As they are given; `engine/images.py` opens them.
+        text: None where there is none.
+    """
+
+    images: tuple[Any, ...]
+    text: str | None = None
+
+
 def check_prompt(
-    prompt: Prompt | TextPair | TemplatedPrompt, index: int
-) -> str | list[int] | TextPair | TemplatedPrompt:
-    """A prompt's text or token ids; a pair and a templated prompt are returned as they are.
+    prompt: Prompt | TextPair | TemplatedPrompt | ImagePrompt, index: int
+) -> str | list[int] | TextPair | TemplatedPrompt | ImagePrompt:
+    """A prompt's text, token ids or images; a pair and a templated prompt are returned as they are.
 
     Args:
         prompt: In any of its forms.
@@ -67,7 +82,11 @@ def check_prompt(
         for piece in prompt.pieces:
             check_text(piece, f"input {index}")
         return prompt
+    if isinstance(prompt, ImagePrompt):
+        return prompt
     if isinstance(prompt, Mapping):
+        if "multi_modal_data" in prompt:
+            return as_image_prompt(prompt, f"input {index}")
         if set(prompt) == {"prompt", "text_pair"}:
             return _pair(prompt, index)
         if len(prompt) != 1 or next(iter(prompt)) not in ("prompt", "prompt_token_ids"):
@@ -91,6 +110,37 @@ def check_prompt(
             raise InvalidPromptError(f"input {index} is an empty list of token ids")
         return [int(token) for token in ids]
     raise InvalidPromptError(f"input {index} is {prompt!r} ({type(prompt).__name__}); give {_FORMS}")
+
+
+def as_image_prompt(prompt: Mapping[str, Any], where: str) -> ImagePrompt:
+    """A mapping with `multi_modal_data`, checked; its images are not opened yet.
+
+    Raises:
+        InvalidPromptError: It has other keys than these, or other data than images.
+    """
+    unknown = sorted(set(map(str, prompt)) - {"prompt", "multi_modal_data"})
+    if unknown:
+        raise InvalidPromptError(
+            f"{where} has {', '.join(unknown)} beside multi_modal_data; give a 'prompt' with it, or nothing"
+        )
+    text, data = prompt.get("prompt"), prompt["multi_modal_data"]
+    if text is not None and not isinstance(text, str):
+        raise InvalidPromptError(f"{where}: 'prompt' holds a {type(text).__name__}; images stand beside text")
+    if not isinstance(data, Mapping) or set(data) != {"image"}:
+        given = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+        raise InvalidPromptError(f"{where}: multi_modal_data is {given}; give {{'image': ...}}, nothing else is read")
+    if text is not None:
+        check_text(text, where)
+    return ImagePrompt(as_image_list(data["image"], f"{where}: multi_modal_data"), text)
+
+
+def as_given(prompt: str | ImagePrompt) -> str | dict[str, Any]:
+    """A text, or the mapping that an image prompt was made of."""
+    if isinstance(prompt, str):
+        return prompt
+    text = {} if prompt.text is None else {"prompt": prompt.text}
+    images = prompt.images[0] if len(prompt.images) == 1 else list(prompt.images)
+    return {**text, "multi_modal_data": {"image": images}}
 
 
 def _pair(prompt: Mapping[str, Any], index: int) -> TextPair:

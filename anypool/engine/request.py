@@ -14,6 +14,7 @@ import torch
 
 from anypool.config import is_int
 from anypool.errors import InvalidParameterError, InvalidRequestError
+from anypool.model_executor.images import ImageInputs
 from anypool.pooling.plan import PoolingPlan
 
 logger = logging.getLogger(__name__)
@@ -29,12 +30,16 @@ class Request:
     A request with parts is not run itself: they are, and the last of their results makes its own. The first of their
     errors is its error, and cancels the others. Cancelling it cancels them.
 
+    A request with others `also` is run once for all of them: they have its tokens and another task, and end with it.
+
     Attributes:
         request_id: The caller's name for it, or a running number.
         token_ids: What is run, special tokens included; at least one.
         plan: What it gets.
         token_type_ids: Segment ids of a text pair, for models that have them; None where all are 0.
+        images: What stands in the places of its image tokens; None for text alone.
         skip: Leading tokens that are not pooled.
+        num_keys: Leading tokens that are attended to; None for all. Such a prompt is run whole.
         num_truncated_tokens: Ids that were cut off.
         num_cached_tokens: Ids whose keys were read from the prefix cache; known when the future is done.
         priority: Smaller ones run earlier.
@@ -49,13 +54,17 @@ class Request:
             and between the chunks of a long prompt.
         parts: What is run in its place.
         combine: Makes its result of theirs; there where there are parts.
+        is_answered: Whether it has its result without being run.
+        also: Requests of other tasks that the same run answers, before it is answered itself.
     """
 
     request_id: str
     token_ids: list[int]
     plan: PoolingPlan
     token_type_ids: list[int] | None = None
+    images: ImageInputs | None = None
     skip: int = 0
+    num_keys: int | None = None
     num_truncated_tokens: int = 0
     num_cached_tokens: int = 0
     priority: int = 0
@@ -71,11 +80,20 @@ class Request:
     future: Future[torch.Tensor] = field(default_factory=Future)
     parts: tuple[Request, ...] = ()
     combine: Combine | None = None
+    also: tuple[Request, ...] = ()
+    is_answered: bool = False
 
     def __post_init__(self) -> None:
         if self.parts:
             assert self.combine is not None
             _Join(self.future, [part.future for part in self.parts], self.combine).watch()
+        if self.also:
+            self.future.add_done_callback(self._cancel_others)
+
+    @property
+    def results(self) -> list[torch.Tensor]:
+        """Its result and those of the others, once it has one."""
+        return [one.future.result() for one in (self, *self.also)]
 
     def __len__(self) -> int:
         """How many tokens are run for it."""
@@ -85,16 +103,25 @@ class Request:
         """Whether nobody waits for it: it is cancelled, or past its deadline."""
         return self.future.cancelled() or (self.deadline is not None and now >= self.deadline)
 
-    def resolve(self, result: torch.Tensor) -> None:
-        """Gives the result to whoever waits, unless they cancelled or have their answer."""
+    def resolve(self, result: torch.Tensor, others: Sequence[torch.Tensor] = ()) -> None:
+        """Gives the results to whoever waits, unless they cancelled or have their answer."""
+        for one, other in zip(self.also, others, strict=True):
+            one.resolve(other)
         self.finished = time.monotonic()
         if self._settle():
             self._tell(lambda: self.future.set_result(result))
 
     def fail(self, error: Exception) -> None:
         """Gives the error to whoever waits, unless they cancelled or have their answer."""
+        for one in self.also:
+            one.fail(error)
         if self._settle():
             self._tell(lambda: self.future.set_exception(error))
+
+    def _cancel_others(self, future: Future[torch.Tensor]) -> None:
+        if future.cancelled():
+            for one in self.also:
+                one.future.cancel()
 
     def _settle(self) -> bool:
         with _settling:

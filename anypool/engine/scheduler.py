@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Collection, Iterable
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -45,6 +46,8 @@ class Scheduler:
         self._long: list[tuple[int, int, Request]] = []  # a heap: longer than a batch
         self._in_chunks: Request | None = None
         self._gone: set[int] = set()  # arrivals of those that left already, and are still in _by_tag
+        self._tokens_at: Counter[int] = Counter()  # waiting tokens by their tag, in steps of _step
+        self._step = max(1, max_tokens // 4)
 
     def __len__(self) -> int:
         return len(self._by_length) + len(self._long) + (self._in_chunks is not None)
@@ -59,8 +62,24 @@ class Scheduler:
             new.append(request)
         self._enqueue(new)
 
+    def tokens_before(self, tokens: int, priority: int = 0) -> int:
+        """How many of the waiting tokens have their turn before the last of a new submission of `tokens`, up to a
+        quarter of a batch more.
+        """
+        last = (self._clock + tokens + priority * self._priority_tokens) // self._step
+        return sum(waiting for step, waiting in self._tokens_at.items() if step <= last)
+
+    def _count(self, requests: Collection[Request], sign: int) -> None:
+        """Counts requests that came (1) or left (-1). Their tags and lengths change only in between."""
+        for request in requests:
+            step, tokens = request.tag // self._step, sign * len(request)
+            self.waiting_tokens += tokens
+            self._tokens_at[step] += tokens
+            if not self._tokens_at[step]:
+                del self._tokens_at[step]
+
     def _enqueue(self, new: list[Request]) -> None:
-        self.waiting_tokens += sum(map(len, new))
+        self._count(new, 1)
         short = [request for request in new if len(request) <= self.max_tokens]
         if len(short) * _FEW < len(self._by_length) + _FEW:
             for request in short:
@@ -83,7 +102,7 @@ class Scheduler:
         anchor, long = self._anchor(), self._next_long()
         while anchor is not None and len(anchor) > self.max_tokens:  # the budget has shrunk since it came
             self._take(self._place(anchor), self._place(anchor) + 1)
-            self.waiting_tokens += len(anchor)
+            self._count([anchor], 1)
             heappush(self._long, (anchor.tag, anchor.arrival, anchor))
             anchor, long = self._anchor(), self._next_long()
         if long is not None and (anchor is None or (long.tag, long.arrival) < (anchor.tag, anchor.arrival)):
@@ -102,7 +121,7 @@ class Scheduler:
             self._enqueue([request])
             return
         assert self._in_chunks is None
-        self.waiting_tokens += len(request)
+        self._count([request], 1)
         self._in_chunks = request
 
     def take_gone(self) -> list[Request]:
@@ -117,7 +136,7 @@ class Scheduler:
         if long:
             self._long = [entry for entry in self._long if entry[2] not in long]
             heapify(self._long)
-            self.waiting_tokens -= sum(map(len, long))
+            self._count(long, -1)
         return short + long
 
     def drain(self) -> list[Request]:
@@ -125,6 +144,7 @@ class Scheduler:
         waiting = self._waiting()
         self._by_tag, self._by_length, self._long, self._in_chunks = [], [], [], None
         self._gone, self.waiting_tokens = set(), 0
+        self._tokens_at.clear()
         return waiting
 
     def _waiting(self) -> list[Request]:
@@ -150,7 +170,7 @@ class Scheduler:
             self._in_chunks = None
         else:
             heappop(self._long)
-        self.waiting_tokens -= len(request)
+        self._count([request], -1)
         return request
 
     def _take(self, low: int, high: int) -> list[Request]:
@@ -163,7 +183,7 @@ class Scheduler:
     def _forget(self, left: Collection[Request]) -> None:
         """Notes which short requests have left. The heap lets go of them at its top, or all at once when most have."""
         self._gone.update(request.arrival for request in left)
-        self.waiting_tokens -= sum(map(len, left))
+        self._count(left, -1)
         if len(self._gone) > len(self._by_length) + self.max_seqs:
             self._by_tag = [entry for entry in self._by_tag if entry[1] not in self._gone]
             heapify(self._by_tag)

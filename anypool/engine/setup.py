@@ -33,7 +33,7 @@ def load(config: EngineConfig) -> tuple[Tokenizer | None, LoadedModel]:
     tokenizer = _load_tokenizer(config, opened)
     token_id = None if tokenizer is None else tokenizer.token_id
     encode = None if tokenizer is None else tokenizer.encode
-    return tokenizer, load_pooling_model(config, opened, token_id=token_id, encode=encode)
+    return tokenizer, load_pooling_model(config, opened, token_id=token_id, encode=encode, vocabulary=tokenizer)
 
 
 def _load_tokenizer(config: EngineConfig, opened: OpenedModel) -> Tokenizer | None:

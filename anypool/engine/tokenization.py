@@ -66,6 +66,7 @@ class Tokenizer:
         truncation_side: "right" or "left": which end of a text is cut.
         named_tokens: Texts of special tokens by name, such as `bos_token`, for chat templates.
         has_segments: Whether its models are given segment ids.
+        padding_side: "right" or "left": where others pad, which says where a query is expanded.
     """
 
     def __init__(
@@ -76,12 +77,14 @@ class Tokenizer:
         truncation_side: str = "right",
         named_tokens: Mapping[str, str] | None = None,
         has_segments: bool = True,
+        padding_side: str = "right",
     ) -> None:
         self._backend = backend
         self.max_length = max_length
         self.truncation_side = truncation_side
         self.named_tokens = named_tokens or {}
         self.has_segments = has_segments
+        self.padding_side = padding_side
         backend.no_truncation()
         backend.no_padding()
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
@@ -117,8 +120,9 @@ class Tokenizer:
             backend,
             max_length=int(limit) if limit is not None and limit < _NO_LIMIT else None,
             truncation_side=config.get("truncation_side", "right"),
-            named_tokens=_named_tokens(config),
+            named_tokens=_named_tokens({**(repository.read_object("special_tokens_map.json") or {}), **config}),
             has_segments=_has_segments(config),
+            padding_side=config.get("padding_side", "right"),
         )
 
     def encode(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
@@ -223,13 +227,18 @@ class Tokenizer:
             after -= 1
         return short.ids[:before], short.ids[after:]
 
+    def find(self, token: str) -> int | None:
+        """The id of a token as the vocabulary writes it; None where it has none."""
+        known: int | None = self._backend.token_to_id(token)
+        return known
+
     def token_id(self, token: str) -> int:
         """The id of a token written as the vocabulary has it, or as text that is one token.
 
         Raises:
             ConfigError: The text is no token, or more than one.
         """
-        known: int | None = self._backend.token_to_id(token)
+        known = self.find(token)
         if known is not None:
             return known
         ids = self.encode([token], special_tokens=False)[0]

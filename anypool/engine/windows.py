@@ -17,6 +17,7 @@ from anypool.errors import PromptTooLongError
 from anypool.kernels.normalize_cut import normalize_cut
 from anypool.pooling.plan import PoolingDefaults, PoolingPlan
 from anypool.pooling.pooler import finish_scores
+from anypool.pooling.sparse import pack_weights, prune
 from anypool.pooling.tasks import PoolingTask
 
 # Of the part of a window that is for the text, where nobody says: 512 of 8,192 tokens, as in late chunking
@@ -147,6 +148,20 @@ class Best:
         return torch.stack(list(results)).amax(dim=0)
 
 
+class LargestWeights:
+    """A sparse vector of the largest weights that any window has: of a maximum over tokens, that over all of them."""
+
+    def __init__(self, plan: PoolingPlan, windows: Sequence[Window]) -> None:
+        self.plan = plan
+        self.parts: Parts = [(window, _raw(plan)) for window in windows]
+
+    def __call__(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
+        rows_K2 = torch.cat(list(results))
+        indices_K, places_K = rows_K2[:, 0].unique(return_inverse=True)
+        largest_K = torch.zeros_like(indices_K).scatter_reduce_(0, places_K, rows_K2[:, 1], "amax")
+        return prune(pack_weights(indices_K, largest_K), self.plan.max_active_dims)
+
+
 class JoinedRows:
     """A row for each token of the text, from the window that the token belongs to."""
 
@@ -203,13 +218,15 @@ class SpanMeans:
         )
 
 
-Combination = WeightedMean | Best | JoinedRows | SpanMeans
+Combination = WeightedMean | Best | LargestWeights | JoinedRows | SpanMeans
 
 
 def combination(
     plan: PoolingPlan, windows: Sequence[Window], ids: Sequence[int], *, best: bool, defaults: PoolingDefaults
 ) -> Combination | None:
-    """How the results of a text's windows become its own; None where they cannot: a reward is about the whole text.
+    """How the results of a text's windows become its own; None where they cannot.
+
+    A reward is about the whole text, and so is a sparse vector that is more than the maximum over its tokens.
 
     Args:
         plan: What the text gets.
@@ -221,6 +238,9 @@ def combination(
     scores = defaults.scores.get(plan.task)
     if best:
         return Best(plan, windows)
+    if plan.task is PoolingTask.SPARSE_EMBED:
+        assert defaults.sparse is not None
+        return LargestWeights(plan, windows) if defaults.sparse.joins_windows else None
     if plan.spans:
         return SpanMeans(plan, windows)
     if scores is not None and plan.task is PoolingTask.REWARD:

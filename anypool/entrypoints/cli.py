@@ -31,12 +31,14 @@ class _CommandParser(_Parser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
         namespace, unknown = super().parse_known_args(args, namespace)
-        if not hasattr(namespace, "texts"):
-            return namespace, unknown
         end = unknown.index("--") if "--" in unknown else len(unknown)
         texts = [word for word in unknown[:end] if not word.startswith("-")] + unknown[end + 1 :]
-        namespace.texts = [*(namespace.texts or ()), *texts]
-        return namespace, [word for word in unknown[:end] if word.startswith("-")]
+        if hasattr(namespace, "texts"):
+            namespace.texts = [*(namespace.texts or ()), *texts]
+            unknown = [word for word in unknown[:end] if word.startswith("-")]
+        if unknown:  # the parser of all commands would name its own --help
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
 
 
 def main(argv: Sequence[str] | None = None) -> int:

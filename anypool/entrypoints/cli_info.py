@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from anypool.adapters.heads import Head, labels_of
 from anypool.adapters.load import LoadedModel
+from anypool.adapters.multi_vector import MultiVector
 from anypool.adapters.quantization import Quantization
 from anypool.adapters.rerank_templates import Manifest
 from anypool.config import EngineConfig
@@ -20,8 +22,10 @@ from anypool.model_executor.models.transformers_backend import TransformersModel
 from anypool.model_executor.registry import is_encoder_model
 from anypool.pooling.heads import LMHeadRows, Normalize
 
+# Texts by the values of `is_query`.
+_SIDES = {True: "queries", False: "documents", None: "texts of which nothing is said"}
 _BUILT_IN = "anypool.model_executor.models."
-_THROUGH_TRANSFORMERS = f"{_BUILT_IN}transformers_backend"
+_THROUGH_TRANSFORMERS = tuple(_BUILT_IN + name for name in ("transformers_backend", "two_tower", "vision_language"))
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:
@@ -57,17 +61,22 @@ def describe(engine: Engine) -> dict[str, Any]:
         "device": str(loaded.device),
         "quantization": None if loaded.quantization is None else _quantization(loaded.quantization),
         "tasks": [task.value for task in engine.supported_tasks],
+        "modalities": ["text"] if getattr(loaded.model, "image_input", None) is None else ["text", "image"],
         "attention": _attention(loaded),
         "pooling": {
             name: {"value": _plain(setting.value), "source": setting.source}
             for name, setting in loaded.settings.items()
         },
-        "modules": [{"type": kind, "path": path, **config} for kind, path, config in recipe.modules],
+        "modules": [{"type": kind, "path": path, **config} for kind, path, config in _modules(loaded)],
+        "multi_vector": None if loaded.multi_vector is None else _multi_vector(loaded.multi_vector, loaded),
         "embedding_size": defaults.size.full,
         "trained_dimensions": None if defaults.size.allowed is None else list(defaults.size.allowed),
+        "sparse": _sparse(loaded),
         "head": None if loaded.head is None else _head(loaded.head, loaded),
         "rerank_template": _template_name(loaded, engine.config.chat_template),
-        "similarity": recipe.similarity_fn_name or "cosine",
+        "similarity": recipe.similarity_fn_name or "cosine"
+        if loaded.multi_vector is None
+        else loaded.multi_vector.recipe.similarity,
         "prompts": dict(recipe.prompts),
         "default_prompt_name": recipe.default_prompt_name,
         "max_model_len": engine.max_model_len,
@@ -92,10 +101,13 @@ def as_text(facts: dict[str, Any]) -> str:
         ("device", facts["device"]),
         ("quantization", _quantization_line(facts["quantization"])),
         ("tasks", ", ".join(facts["tasks"])),
+        ("modalities", ", ".join(facts["modalities"])),
         ("attention", _attention_line(facts["attention"])),
         *((name, _setting(setting)) for name, setting in facts["pooling"].items() if _says_something(name, setting)),
         ("modules", ", ".join(map(_module, facts["modules"])) or "none"),
+        *_sides(facts["multi_vector"]),
         ("embedding size", str(facts["embedding_size"])),
+        ("sparse vectors", _sparse_line(facts["sparse"])),
         ("trained sizes", ", ".join(map(str, facts["trained_dimensions"] or ())) or "not stated"),
         *_scores(facts),
         *_prompts(facts),
@@ -106,6 +118,26 @@ def as_text(facts: dict[str, Any]) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _sparse(loaded: LoadedModel) -> dict[str, Any] | None:
+    defaults = loaded.defaults.sparse
+    if defaults is None:
+        return None
+    return {
+        "made_by": "weights of the text's own tokens" if loaded.sparse is None else loaded.sparse.name,
+        "size": defaults.size,
+        "max_active_dims": defaults.max_active_dims,
+        "looked_up": [_SIDES[side] for side in sorted(defaults.looked_up, key=str)],
+    }
+
+
+def _sparse_line(facts: dict[str, Any] | None) -> str:
+    if facts is None:
+        return "none"
+    most = "" if facts["max_active_dims"] is None else f", at most {facts['max_active_dims']:,}"
+    looked_up = f"; looked up for {', '.join(facts['looked_up'])}" if facts["looked_up"] else ""
+    return f"{facts['made_by']}{most}{looked_up}"
 
 
 def _quantization(quantization: Quantization) -> dict[str, Any]:
@@ -213,6 +245,59 @@ def _setting(setting: dict[str, Any]) -> str:
     else:
         shown = "all" if value is None else str(value)
     return f"{shown} (from: {setting['source']})"
+
+
+def _modules(loaded: LoadedModel) -> Sequence[tuple[str, str, Mapping[str, Any]]]:
+    """What follows pooling, or each token's state."""
+    multi_vector = loaded.multi_vector
+    return loaded.recipe.modules if multi_vector is None else multi_vector.recipe.modules
+
+
+def _multi_vector(multi_vector: MultiVector, loaded: LoadedModel) -> dict[str, Any]:
+    """What a multi-vector checkpoint does to queries and documents."""
+    recipe, vectors = multi_vector.recipe, loaded.defaults.token_vectors
+    facts: dict[str, Any] = {"library": recipe.library, "dimensions": vectors and vectors.size.full}
+    for name, one, side in (
+        ("query", recipe.queries, multi_vector.queries),
+        ("document", recipe.documents, multi_vector.documents),
+    ):
+        expansion = one.expansion
+        facts[name] = {
+            "marker": one.marker,
+            "prompt": None if one.prompt_name is None else loaded.recipe.prompts[one.prompt_name],
+            "length": one.length,
+            "expanded_to": None if expansion is None else expansion.length,
+            "expansion_attended": None if expansion is None else expansion.attended,
+            "skipped_tokens": len(side.kept.dropped),
+        }
+    pooling = recipe.token_pooling
+    facts["pool_factor"] = None if pooling is None else pooling.factor
+    return facts
+
+
+def _sides(facts: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if facts is None:
+        return []
+    rows = [("multi-vector", f"{facts['library']}, {facts['dimensions']} dimensions per token")]
+    if facts["pool_factor"] is not None:
+        rows.append(("token pooling", f"about {facts['pool_factor']:g} tokens of a document become one vector"))
+    return [*rows, ("queries", _side(facts["query"])), ("documents", _side(facts["document"]))]
+
+
+def _side(side: dict[str, Any]) -> str:
+    parts = []
+    if side["marker"]:
+        parts.append(f"marked {side['marker']!r}")
+    if side["prompt"]:
+        parts.append(f"prompt {side['prompt']!r}")
+    if side["expanded_to"] is not None:
+        attended = "attended to" if side["expansion_attended"] else "not attended to"
+        parts.append(f"expanded to {side['expanded_to']} tokens, {attended}")
+    if side["length"] is not None:
+        parts.append(f"cut at {side['length']:,} tokens")
+    if side["skipped_tokens"]:
+        parts.append(f"{side['skipped_tokens']} tokens have no vector")
+    return ", ".join(parts) or "as they are"
 
 
 def _module(module: dict[str, Any]) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import torch
 from tqdm import tqdm
@@ -16,7 +17,7 @@ from anypool.adapters.rerank_templates import ChatTemplate
 from anypool.config import EngineConfig, is_int
 from anypool.engine.engine import Engine
 from anypool.engine.preparation import PromptOptions
-from anypool.engine.prompts import Prompt, as_prompt_list, check_text
+from anypool.engine.prompts import Prompt, as_given, as_prompt_list, check_text
 from anypool.engine.request import Request, leaves
 from anypool.engine.spans import check_span_lists, check_spans
 from anypool.entrypoints.scoring import Scores, as_pairs, as_query_and_documents, score_pairs
@@ -26,6 +27,8 @@ from anypool.outputs import (
     ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    MultiTaskOutput,
+    MultiTaskRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
     RerankResult,
@@ -33,14 +36,20 @@ from anypool.outputs import (
     ScoringRequestOutput,
     SpanEmbeddingOutput,
     SpanEmbeddingRequestOutput,
+    SparseEmbeddingOutput,
+    SparseEmbeddingRequestOutput,
     TokenClassificationOutput,
     TokenClassificationRequestOutput,
 )
 from anypool.pooling.params import PoolingParams
+from anypool.pooling.sparse import unpack_weights
 from anypool.pooling.tasks import PoolingTask, encode2pooling_task, parse_task
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+# What is compared with something: a text, or a mapping with images.
+Scored = str | Mapping[str, Any]
 
 
 class PromptArguments(TypedDict, total=False):
@@ -100,7 +109,8 @@ class LLM:
         """Embeds prompts.
 
         Args:
-            prompts: A text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or a list of these.
+            prompts: A text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}`, for models that read images
+                `{"multi_modal_data": {"image": ...}}` with or without a `prompt`, or a list of these.
             pooling_params: Dimensions and normalisation, for all prompts or one per prompt.
             **arguments: The fields of `PromptArguments`.
 
@@ -162,6 +172,32 @@ class LLM:
             for request, result in zip(requests, results, strict=True)
         ]
 
+    def sparse_embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        is_query: bool | None = None,
+        **arguments: Unpack[PromptArguments],
+    ) -> list[SparseEmbeddingRequestOutput]:
+        """A sparse vector per prompt, with `outputs.indices`, `outputs.values` and `outputs.size`.
+
+        Arguments and errors are as for `embed`.
+
+        Args:
+            prompts: As for `embed`.
+            pooling_params: `max_active_dims` keeps only the largest weights.
+            is_query: Whether the prompts are queries or documents, for the checkpoint's own prompts and, in a model
+                with a router, its ways for them. Its default way where neither this nor `pooling_params` says so.
+            **arguments: As for `embed`.
+        """
+        params = _of_side(pooling_params, is_query)
+        requests, results = self._run(prompts, PoolingTask.SPARSE_EMBED, params, arguments)
+        return [
+            SparseEmbeddingRequestOutput(**_common(request), outputs=self._sparse(result))
+            for request, result in zip(requests, results, strict=True)
+        ]
+
     def classify(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -194,10 +230,23 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        is_query: bool | None = None,
         **arguments: Unpack[PromptArguments],
     ) -> list[PoolingRequestOutput]:
-        """One vector per token; `outputs.data` is `[tokens, D]`. Arguments and errors as for `embed`."""
-        return self._raw(prompts, PoolingTask.TOKEN_EMBED, pooling_params, arguments)
+        """One vector per token; `outputs.data` is `[tokens, D]`. Arguments and errors as for `embed`.
+
+        A multi-vector model, such as a ColBERT, reads queries and documents each in its way and projects its states:
+        `[vectors, E]`, of which a query may have more than tokens, and a document fewer.
+
+        Args:
+            prompts: As for `embed`.
+            pooling_params: As for `embed`; also `pool_factor` and `token_pooling`, for documents of such a model.
+            is_query: For such a model: whether the prompts are queries; documents where neither this nor
+                `pooling_params` says so.
+            **arguments: As for `embed`.
+        """
+        return self._raw(prompts, PoolingTask.TOKEN_EMBED, _of_side(pooling_params, is_query), arguments)
 
     def token_classify(
         self,
@@ -224,6 +273,7 @@ class LLM:
             for request, result, place in zip(requests, results, offsets, strict=True)
         ]
 
+    @overload
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -231,13 +281,34 @@ class LLM:
         *,
         pooling_task: str | None = None,
         **arguments: Unpack[PromptArguments],
-    ) -> list[PoolingRequestOutput]:
+    ) -> list[PoolingRequestOutput]: ...
+
+    @overload
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: list[str] | tuple[str, ...],
+        **arguments: Unpack[PromptArguments],
+    ) -> list[MultiTaskRequestOutput]: ...
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: str | list[str] | tuple[str, ...] | None = None,
+        **arguments: Unpack[PromptArguments],
+    ) -> list[PoolingRequestOutput] | list[MultiTaskRequestOutput]:
         """Runs any task and returns its raw result, `outputs.data`. Arguments and errors as for `embed`.
+
+        Several tasks run each prompt once: `outputs.embed`, `outputs.sparse_embed` and so on.
 
         Args:
             prompts: As for `embed`.
-            pooling_params: As for `embed`.
-            pooling_task: A name in `supported_tasks`. None and "encode" mean token_embed, and warn.
+            pooling_params: As for `embed`. Of several tasks each takes the fields that it knows.
+            pooling_task: A name in `supported_tasks`, or a list of them. None and "encode" mean token_embed, and warn.
             **arguments: As for `embed`.
         """
         if pooling_task is None or pooling_task == "encode":
@@ -248,40 +319,75 @@ class LLM:
                 stacklevel=2,
             )
         else:
+            if not isinstance(pooling_task, str):
+                return self._several(prompts, [parse_task(name) for name in pooling_task], pooling_params, arguments)
             task = parse_task(pooling_task)
         return self._raw(prompts, task, pooling_params, arguments)
 
+    def _several(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        tasks: Sequence[PoolingTask],
+        params: PoolingParams | Sequence[PoolingParams] | None,
+        arguments: PromptArguments,
+    ) -> list[MultiTaskRequestOutput]:
+        requests, _ = self._run(prompts, tasks, params, arguments)
+        outputs = []
+        for request in requests:
+            found = {
+                one.plan.task.value: self._output(one, result)
+                for one, result in zip((request, *request.also), request.results, strict=True)
+            }
+            outputs.append(MultiTaskRequestOutput(**_common(request), outputs=MultiTaskOutput(**found)))
+        return outputs
+
+    def _output(self, request: Request, result: torch.Tensor) -> Any:
+        match request.plan.task:
+            case PoolingTask.EMBED:
+                return EmbeddingOutput(result)
+            case PoolingTask.SPARSE_EMBED:
+                return self._sparse(result)
+            case PoolingTask.CLASSIFY:
+                return ClassificationOutput(result, labels=self._labels(request, result))
+            case PoolingTask.TOKEN_CLASSIFY:
+                return TokenClassificationOutput(result, labels=self._labels(request, result))
+        return PoolingOutput(result)
+
     def score(
         self,
-        data_1: str | Sequence[str],
-        data_2: str | Sequence[str],
+        data_1: Scored | Sequence[Scored],
+        data_2: Scored | Sequence[Scored],
         /,
         *,
         pooling_params: PoolingParams | None = None,
         chat_template: str | None = None,
         instruction: str | None = None,
+        fuse: bool | Sequence[float] = False,
         **arguments: Unpack[PromptArguments],
     ) -> list[ScoringRequestOutput]:
         """Scores pairs of texts, one with one, one with several, or several with as many.
 
-        A cross-encoder or reranker reads the pair; any other model compares embeddings, by the checkpoint's own
-        similarity or by cosine. Pairs that are too long are cut, a reranker's template never; pass
-        `truncate_prompt_tokens=None` to get an error instead. With `enable_chunked_processing` they are not cut: the
-        second text is run in windows, and the highest score counts.
+        A cross-encoder or reranker reads the pair. A multi-vector model compares token vectors by MaxSim, the first
+        text of a pair as the query. Any other model compares embeddings, by the checkpoint's own similarity or by
+        cosine. Pairs that are too long are cut, a reranker's template never; pass `truncate_prompt_tokens=None` to get
+        an error instead. With `enable_chunked_processing` they are not cut: the second text is run in windows, and the
+        highest score counts.
 
         Args:
-            data_1: The first text of each pair, or the one of all: the query.
+            data_1: The first text of each pair, or the one of all: the query. A model that compares vectors and reads
+                images takes `{"multi_modal_data": {"image": ...}}` in place of a text, on either side.
             data_2: The second texts: the documents.
             pooling_params: Such as `activation`, for cross-encoders.
             chat_template: Jinja template of the prompt, or the name of a file, in place of the model's own.
             instruction: For templates that take one.
+            fuse: For BGE-M3: the weights of dense, sparse and token vectors in one score; True for 0.4, 0.2 and 0.4.
             **arguments: As for `embed`.
 
         Raises:
             InvalidRequestError: The numbers of texts do not fit, or the model gives several labels.
         """
         left, right = as_pairs(data_1, data_2)
-        scores = self._scores(left, right, pooling_params, chat_template, instruction, arguments, roles=False)
+        scores = self._scores(left, right, pooling_params, chat_template, instruction, fuse, arguments, roles=False)
         return [
             ScoringRequestOutput(
                 request_id=requests[0].request_id,
@@ -296,13 +402,14 @@ class LLM:
 
     def rerank(
         self,
-        query: str,
-        documents: Sequence[str],
+        query: Scored,
+        documents: Sequence[Scored],
         top_n: int | None = None,
         *,
         pooling_params: PoolingParams | None = None,
         chat_template: str | None = None,
         instruction: str | None = None,
+        fuse: bool | Sequence[float] = False,
         **arguments: Unpack[PromptArguments],
     ) -> list[RerankResult]:
         """Documents by relevance to a query, best first. Arguments and errors as for `score`.
@@ -316,25 +423,27 @@ class LLM:
             pooling_params: As for `score`.
             chat_template: As for `score`.
             instruction: As for `score`.
+            fuse: As for `score`.
             **arguments: As for `embed`.
         """
         left, right = as_query_and_documents(query, documents)
         if top_n is not None and (not is_int(top_n) or top_n < 0):
             raise InvalidParameterError(f"top_n={top_n!r} is not a number of documents", param="top_n")
-        scores = self._scores(left, right, pooling_params, chat_template, instruction, arguments, roles=True)
+        scores = self._scores(left, right, pooling_params, chat_template, instruction, fuse, arguments, roles=True)
         ranked = sorted(enumerate(scores), key=lambda entry: -float(entry[1][0]))
         return [
-            RerankResult(index=index, document=right[index], relevance_score=float(score))
+            RerankResult(index=index, document=as_given(right[index]), relevance_score=float(score))
             for index, (score, _) in ranked[: top_n or None]
         ]
 
     def _scores(
         self,
-        left: list[str],
-        right: list[str],
+        left: list[Any],
+        right: list[Any],
         params: PoolingParams | None,
         chat_template: str | None,
         instruction: str | None,
+        fuse: bool | Sequence[float],
         arguments: PromptArguments,
         *,
         roles: bool,
@@ -352,7 +461,10 @@ class LLM:
         arguments = {"truncate_prompt_tokens": None if in_windows else -1, **arguments}
 
         def run(
-            prompts: Sequence[Any], task: PoolingTask, params: PoolingParams | None, options: PromptOptions
+            prompts: Sequence[Any],
+            task: PoolingTask | Sequence[PoolingTask],
+            params: PoolingParams | None,
+            options: PromptOptions,
         ) -> tuple[list[Request], list[torch.Tensor]]:
             return self._submit(prompts, task, params, options, arguments.get("use_tqdm", True))
 
@@ -366,6 +478,7 @@ class LLM:
             template=ChatTemplate(chat_template) if chat_template is not None else None,
             instruction=instruction,
             roles=roles,
+            fuse=fuse,
         )
 
     def _raw(
@@ -381,13 +494,19 @@ class LLM:
             for request, result in zip(requests, results, strict=True)
         ]
 
+    def _sparse(self, result: torch.Tensor) -> SparseEmbeddingOutput:
+        defaults = self.engine.loaded.defaults.sparse
+        assert defaults is not None
+        indices, values = unpack_weights(result)
+        return SparseEmbeddingOutput(values, indices, defaults.size)
+
     def _labels(self, request: Request, result: torch.Tensor) -> Mapping[int, str]:
         return labels_of(self.engine.loaded.config, request.plan.returned_columns or range(result.shape[-1]))
 
     def _run(
         self,
         prompts: Prompt | Sequence[Prompt],
-        task: PoolingTask,
+        task: PoolingTask | Sequence[PoolingTask],
         params: PoolingParams | Sequence[PoolingParams] | None,
         arguments: PromptArguments,
     ) -> tuple[list[Request], list[torch.Tensor]]:
@@ -398,14 +517,14 @@ class LLM:
     def _submit(
         self,
         prompts: Sequence[Any],
-        task: PoolingTask,
+        task: PoolingTask | Sequence[PoolingTask],
         params: PoolingParams | Sequence[PoolingParams] | None,
         options: PromptOptions,
         use_tqdm: bool | Callable[..., tqdm[Any]],
     ) -> tuple[list[Request], list[torch.Tensor]]:
         requests = self.engine.prepare(prompts, task, params, options)
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
-        bar = make_bar(total=len(requests), desc=task.value, unit="prompt", disable=use_tqdm is False)
+        bar = make_bar(total=len(requests), desc=_name_of(task), unit="prompt", disable=use_tqdm is False)
         try:
             self.engine.submit(requests)
             results = []
@@ -454,6 +573,23 @@ def _options(arguments: PromptArguments) -> PromptOptions:
             raise InvalidParameterError(f"tokenization_kwargs has {key!r}; known: {', '.join(values)}", param=key)
         values[key] = value
     return PromptOptions(prompt_name=arguments.get("prompt_name"), prompt=arguments.get("prompt"), **values)
+
+
+def _name_of(task: PoolingTask | Sequence[PoolingTask]) -> str:
+    return task.value if isinstance(task, PoolingTask) else " + ".join(task)
+
+
+def _of_side(
+    params: PoolingParams | Sequence[PoolingParams] | None, is_query: bool | None
+) -> PoolingParams | Sequence[PoolingParams] | None:
+    """The parameters with the side that a call names, in place of what they say themselves."""
+    if is_query is None:
+        return params
+    if isinstance(params, (list, tuple)):
+        return [replace(one, is_query=is_query) if isinstance(one, PoolingParams) else one for one in params]
+    if params is None or isinstance(params, PoolingParams):
+        return replace(params or PoolingParams(), is_query=is_query)
+    return params
 
 
 def _common(request: Request) -> dict[str, Any]:

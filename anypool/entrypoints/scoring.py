@@ -6,33 +6,46 @@ model compares vectors, and a late-interaction model compares token vectors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, ValuesView
+from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from anypool.adapters.rerank_templates import ChatTemplate, RerankTemplate, TemplatedPrompt
+from anypool.config import is_number
 from anypool.engine.engine import Engine
 from anypool.engine.preparation import PromptOptions
-from anypool.engine.prompts import Prompt, TextPair, check_text
+from anypool.engine.prompts import ImagePrompt, Prompt, TextPair, as_image_prompt, check_text
 from anypool.engine.request import Request
 from anypool.errors import InvalidParameterError, InvalidPromptError, UnsupportedTaskError
 from anypool.kernels.maxsim import maxsim
 from anypool.model_executor.cpu import run_apart
 from anypool.pooling.params import PoolingParams
 from anypool.pooling.similarity import similarity
+from anypool.pooling.sparse import unpack_weights
 from anypool.pooling.tasks import PoolingTask
 
 # Requests and their results.
 Ran = tuple[list[Request], list[torch.Tensor]]
 # Runs prompts of one task: requests and results in the order given.
-Run = Callable[[Sequence[Prompt | TextPair | TemplatedPrompt], PoolingTask, PoolingParams | None, PromptOptions], Ran]
+Run = Callable[
+    [
+        Sequence[Prompt | TextPair | TemplatedPrompt],
+        PoolingTask | Sequence[PoolingTask],
+        PoolingParams | None,
+        PromptOptions,
+    ],
+    Ran,
+]
 # Per pair: the score, and the requests it came from.
 Scores = list[tuple[torch.Tensor, list[Request]]]
 
 # Names under which checkpoints keep a prompt for documents; the first that has a text is taken.
 _DOCUMENT_PROMPTS = ("document", "passage", "corpus")
+# What a fused score is made of, and the weights that BGE-M3's model card names.
+_FUSED_TASKS = (PoolingTask.EMBED, PoolingTask.SPARSE_EMBED, PoolingTask.TOKEN_EMBED)
+_FUSION_WEIGHTS = (0.4, 0.2, 0.4)
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,8 @@ class Job:
     """Prompts that are run for scores."""
 
     prompts: Sequence[Any]
-    task: PoolingTask
+    task: PoolingTask | Sequence[PoolingTask]
+    params: PoolingParams | None
     options: PromptOptions
 
 
@@ -52,8 +66,8 @@ class ScoringPlan:
     finish: Callable[[Sequence[Ran]], Scores]
 
 
-def as_pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> tuple[list[str], list[str]]:
-    """Both sides as lists of one length: 1:1, 1:N or N:N.
+def as_pairs(data_1: Any, data_2: Any) -> tuple[list[Any], list[Any]]:
+    """Both sides as lists of one length: 1:1, 1:N or N:N; of texts, and of prompts with images as `ImagePrompt`s.
 
     Raises:
         InvalidPromptError: A side is not texts, or the lengths do not fit.
@@ -68,34 +82,46 @@ def as_pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> tuple[
     return left, right
 
 
-def as_query_and_documents(query: str, documents: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The query once per document, and the documents.
+def as_query_and_documents(query: Any, documents: Any) -> tuple[list[Any], list[Any]]:
+    """The query once per document, and the documents; each a text, or an `ImagePrompt` where it has images.
 
     Raises:
-        InvalidPromptError: The query is not a text, or the documents are not a list of them.
+        InvalidPromptError: The query is neither, or the documents are not a list of them.
     """
-    if not isinstance(query, str):
+    if _has_images(query):
+        query = as_image_prompt(query, "query")
+    elif isinstance(query, str):
+        check_text(query, "query")
+    elif not isinstance(query, ImagePrompt):
         raise InvalidPromptError(f"query={query!r} is not a text", param="query")
-    check_text(query, "query")
-    if isinstance(documents, str):
+    if isinstance(documents, str) or _has_images(documents):
         raise InvalidPromptError(f"documents={documents!r} is one text; give a list of texts", param="documents")
     listed = _texts(documents, "documents")
     return [query] * len(listed), listed
 
 
-def _texts(data: str | Sequence[str], name: str) -> list[str]:
-    given: Any = [data] if isinstance(data, str) else data
+def _texts(data: Any, name: str) -> list[Any]:
+    given: Any = [data] if isinstance(data, (str, ImagePrompt)) or _has_images(data) else data
     given = given.tolist() if hasattr(given, "tolist") else given  # numpy arrays of texts, and columns of tables
     if not isinstance(given, (Sequence, Iterator, ValuesView)) or isinstance(given, (bytes, bytearray, memoryview)):
         raise InvalidPromptError(
             f"{name} must be a text or a list of texts, and is of type {type(data).__name__}", param=name
         )
-    listed = list(given)
-    for index, text in enumerate(listed):
-        if not isinstance(text, str):
-            raise InvalidPromptError(f"{name} has {text!r} at {index}, which is not a text", param=name)
-        check_text(text, f"{name} {index}")
-    return listed
+    return [_text(one, name, index) for index, one in enumerate(given)]
+
+
+def _text(one: Any, name: str, index: int) -> str | ImagePrompt:
+    if isinstance(one, ImagePrompt):
+        return one
+    if _has_images(one):
+        return as_image_prompt(one, f"{name} {index}")
+    if not isinstance(one, str):
+        raise InvalidPromptError(f"{name} has {one!r} at {index}, which is not a text", param=name)
+    return check_text(one, f"{name} {index}")
+
+
+def _has_images(one: object) -> bool:
+    return isinstance(one, Mapping) and "multi_modal_data" in one
 
 
 def score_pairs(
@@ -109,12 +135,21 @@ def score_pairs(
     template: ChatTemplate | None = None,
     instruction: str | None = None,
     roles: bool = False,
+    fuse: bool | Sequence[float] = False,
 ) -> Scores:
     """Plans the scores of pairs of texts and runs what they need; arguments and errors as for `plan_scores`."""
     plan = plan_scores(
-        engine, left, right, params=params, options=options, template=template, instruction=instruction, roles=roles
+        engine,
+        left,
+        right,
+        params=params,
+        options=options,
+        template=template,
+        instruction=instruction,
+        roles=roles,
+        fuse=fuse,
     )
-    return plan.finish([run(job.prompts, job.task, params, job.options) for job in plan.jobs])
+    return plan.finish([run(job.prompts, job.task, job.params, job.options) for job in plan.jobs])
 
 
 def plan_scores(
@@ -127,6 +162,7 @@ def plan_scores(
     template: ChatTemplate | None = None,
     instruction: str | None = None,
     roles: bool = False,
+    fuse: bool | Sequence[float] = False,
 ) -> ScoringPlan:
     """What has to be run to score pairs of texts.
 
@@ -138,13 +174,19 @@ def plan_scores(
         template: In place of the model's own.
         instruction: For templates that take one.
         roles: Whether the left are queries and the right documents, so that an embedding model's prompts apply.
+        fuse: For a model with dense, sparse and token vectors: their weights in one score, True for the usual ones.
 
     Raises:
-        InvalidParameterError: A template or instruction is given to a model that reads none.
+        InvalidParameterError: A template or instruction is given to a model that reads none, or weights to one that
+            lacks a kind of vector.
         UnsupportedTaskError: The model gives several labels, of which none is the score.
     """
     loaded = engine.loaded
+    if fuse is not False:
+        return _fused(engine, left, right, params, options, roles, _fusion_weights(engine, fuse))
     if reads_pairs(engine):
+        if any(isinstance(one, ImagePrompt) for one in (*left, *right)):
+            raise InvalidPromptError(f"{loaded.config.name} reads pairs of texts, and there is an image among them")
         scores = loaded.defaults.scores[PoolingTask.CLASSIFY]
         if scores.columns != 1:
             raise UnsupportedTaskError(
@@ -153,15 +195,17 @@ def plan_scores(
                 param="task",
             )
         pairs = _pairs(engine, left, right, template or loaded.rerank_template, instruction, options)
-        return ScoringPlan((Job(pairs, PoolingTask.CLASSIFY, options),), _one_score_each)
+        return ScoringPlan((Job(pairs, PoolingTask.CLASSIFY, params, options),), _one_score_each)
     for name, given in (("chat_template", template), ("instruction", instruction)):
         if given is not None:
             raise InvalidParameterError(
                 f"{loaded.config.name} reads each text by itself, so it takes no {name}", param=name
             )
     if _compares_tokens(engine):
-        return _late_interaction(left, right, options)
-    return _embeddings(engine, left, right, options, roles)
+        return _late_interaction(engine, left, right, params, options)
+    if PoolingTask.EMBED not in loaded.defaults.tasks and loaded.defaults.sparse is not None:
+        return _sparse_vectors(engine, left, right, params, options, roles)
+    return _embeddings(engine, left, right, params, options, roles)
 
 
 def reads_pairs(engine: Engine) -> bool:
@@ -212,24 +256,21 @@ def _pairs(
     return [template.render(query, document, instruction) for query, document in texts]
 
 
-def _embeddings(engine: Engine, left: list[str], right: list[str], options: PromptOptions, roles: bool) -> ScoringPlan:
-    recipe = engine.loaded.recipe
-    by_user = options.prompt is not None or options.prompt_name is not None
-    compare = similarity(recipe.similarity_fn_name)
-    jobs = []
-    for texts, names in ((left, ("query",)), (right, _DOCUMENT_PROMPTS)):
-        chosen = options
-        if roles and not by_user and names[0] in recipe.prompts:
-            own = next((name for name in names if recipe.prompts.get(name)), names[0])
-            chosen = replace(options, prompt_name=own)
-        jobs.append(Job(list(dict.fromkeys(texts)), PoolingTask.EMBED, chosen))
+def _embeddings(
+    engine: Engine,
+    left: list[str],
+    right: list[str],
+    params: PoolingParams | None,
+    options: PromptOptions,
+    roles: bool,
+) -> ScoringPlan:
+    compare = similarity(engine.loaded.recipe.similarity_fn_name)
+    jobs = _sides(engine, left, right, PoolingTask.EMBED, params, options, roles)
+    if engine.loaded.defaults.sides is not None:
+        jobs = _routed(jobs)
 
     def finish(ran: Sequence[Ran]) -> Scores:
-        sides = [
-            dict(zip(job.prompts, zip(requests, results, strict=True), strict=True))
-            for job, (requests, results) in zip(jobs, ran, strict=True)
-        ]
-        pairs = [(sides[0][a], sides[1][b]) for a, b in zip(left, right, strict=True)]
+        pairs = _matched(jobs, ran, left, right)
         if not pairs:
             return []
         scores_N = run_apart(
@@ -240,14 +281,147 @@ def _embeddings(engine: Engine, left: list[str], right: list[str], options: Prom
     return ScoringPlan(tuple(jobs), finish)
 
 
-def _late_interaction(left: list[str], right: list[str], options: PromptOptions) -> ScoringPlan:
-    distinct = list(dict.fromkeys([*left, *right]))
+def _sides(
+    engine: Engine,
+    left: list[str],
+    right: list[str],
+    task: PoolingTask | Sequence[PoolingTask],
+    params: PoolingParams | None,
+    options: PromptOptions,
+    roles: bool,
+) -> list[Job]:
+    """A job for each side of the pairs, in which each distinct text is run once, with its side's prompt and route."""
+    recipe = engine.loaded.recipe
+    by_user = options.prompt is not None or options.prompt_name is not None
+    jobs = []
+    for texts, names in ((left, ("query",)), (right, _DOCUMENT_PROMPTS)):
+        chosen = options
+        if roles and not by_user and names[0] in recipe.prompts:
+            own = next((name for name in names if recipe.prompts.get(name)), names[0])
+            chosen = replace(options, prompt_name=own)
+        jobs.append(Job(list(dict.fromkeys(texts)), task, params, chosen))
+    return jobs
+
+
+def _routed(jobs: Sequence[Job]) -> list[Job]:
+    """The jobs with the first side as queries and the second as documents."""
+    return [
+        replace(job, params=replace(job.params or PoolingParams(), is_query=is_query))
+        for job, is_query in zip(jobs, (True, False), strict=True)
+    ]
+
+
+def _sparse_vectors(
+    engine: Engine,
+    left: list[str],
+    right: list[str],
+    params: PoolingParams | None,
+    options: PromptOptions,
+    roles: bool,
+) -> ScoringPlan:
+    """The similarity of sparse vectors: their dot product, unless the checkpoint says another."""
+    loaded = engine.loaded
+    assert loaded.defaults.sparse is not None
+    size = loaded.defaults.sparse.size
+    compare = similarity(loaded.recipe.similarity_fn_name or "dot")
+    jobs = _sides(engine, left, right, PoolingTask.SPARSE_EMBED, params, options, roles)
+    if loaded.recipe.router is not None:
+        jobs = _routed(jobs)
 
     def finish(ran: Sequence[Ran]) -> Scores:
-        [(requests, results)] = ran
-        vectors = dict(zip(distinct, zip(requests, results, strict=True), strict=True))
-        pairs = [(vectors[a], vectors[b]) for a, b in zip(left, right, strict=True)]
-        scores = run_apart(lambda: [maxsim(a[1], b[1]) for a, b in pairs])
+        pairs = _matched(jobs, ran, left, right)
+        scores = run_apart(lambda: [compare(_row(a[1], size), _row(b[1], size))[0] for a, b in pairs])
         return [(score, [a[0], b[0]]) for score, (a, b) in zip(scores, pairs, strict=True)]
 
-    return ScoringPlan((Job(distinct, PoolingTask.TOKEN_EMBED, options),), finish)
+    return ScoringPlan(tuple(jobs), finish)
+
+
+def _row(rows_K2: torch.Tensor, size: int) -> torch.Tensor:
+    """A packed sparse vector as `[1, size]`."""
+    indices_K, values_K = unpack_weights(rows_K2)
+    return torch.zeros(1, size).index_copy_(1, indices_K.long(), values_K[None])
+
+
+def _fusion_weights(engine: Engine, fuse: bool | Sequence[float]) -> tuple[float, ...]:
+    loaded = engine.loaded
+    missing = [task.value for task in _FUSED_TASKS if task not in loaded.defaults.tasks]
+    if missing or loaded.multi_vector is not None:
+        raise InvalidParameterError(
+            f"fuse={fuse!r} needs a model that gives dense, sparse and token vectors of one text at once, such as "
+            f"BGE-M3; {loaded.config.name} lacks {', '.join(missing) or 'token vectors of the same tokens'}",
+            param="fuse",
+        )
+    if fuse is True:
+        return _FUSION_WEIGHTS
+    given = tuple(fuse) if isinstance(fuse, (list, tuple)) else ()
+    if len(given) != 3 or not all(is_number(one) and one >= 0 for one in given) or sum(given) <= 0:
+        raise InvalidParameterError(
+            f"fuse={fuse!r} is neither True nor three weights, of dense, sparse and token vectors, that are not all 0",
+            param="fuse",
+        )
+    return given
+
+
+def _fused(
+    engine: Engine,
+    left: list[str],
+    right: list[str],
+    params: PoolingParams | None,
+    options: PromptOptions,
+    roles: bool,
+    weights: tuple[float, ...],
+) -> ScoringPlan:
+    """Dot products of dense and of sparse vectors, and MaxSim per query token, averaged with weights.
+
+    The formula is that of FlagEmbedding's `compute_score`. All three are made by one run of each text.
+    """
+    assert engine.loaded.defaults.sparse is not None
+    size = engine.loaded.defaults.sparse.size
+    jobs = _sides(engine, left, right, _FUSED_TASKS, params, options, roles)
+
+    def score(query: Request, document: Request) -> torch.Tensor:
+        (dense_E, sparse_K2, tokens_QE), (other_E, other_K2, tokens_DE) = query.results, document.results
+        by_words = (_row(sparse_K2, size) * _row(other_K2, size)).sum()
+        by_tokens = maxsim(tokens_QE, tokens_DE) / len(tokens_QE)
+        kinds_3 = torch.stack([dense_E @ other_E, by_words, by_tokens])
+        return (kinds_3 * torch.tensor(weights)).sum() / sum(weights)
+
+    def finish(ran: Sequence[Ran]) -> Scores:
+        pairs = [(a[0], b[0]) for a, b in _matched(jobs, ran, left, right)]
+        scores = run_apart(lambda: [score(query, document) for query, document in pairs])
+        return [(one, [query, document]) for one, (query, document) in zip(scores, pairs, strict=True)]
+
+    return ScoringPlan(tuple(jobs), finish)
+
+
+def _matched(jobs: Sequence[Job], ran: Sequence[Ran], left: list[str], right: list[str]) -> list[tuple[Any, Any]]:
+    """The request and the result of both texts of each pair, of jobs that ran each distinct text once."""
+    sides = [
+        dict(zip(job.prompts, zip(requests, results, strict=True), strict=True))
+        for job, (requests, results) in zip(jobs, ran, strict=True)
+    ]
+    return [(sides[0][a], sides[1][b]) for a, b in zip(left, right, strict=True)]
+
+
+def _late_interaction(
+    engine: Engine, left: list[str], right: list[str], params: PoolingParams | None, options: PromptOptions
+) -> ScoringPlan:
+    """MaxSim of queries, on the left, with documents; each distinct text is run once."""
+    multi_vector = engine.loaded.multi_vector
+    of_queries = of_documents = params
+    if multi_vector is not None:  # a class with a pooler of its own may know no sides
+        asked = params or PoolingParams()
+        of_queries = replace(asked, is_query=True, pool_factor=None, token_pooling=None)
+        of_documents = replace(asked, is_query=False)
+    jobs = [
+        Job(list(dict.fromkeys(texts)), PoolingTask.TOKEN_EMBED, of_side, options)
+        for texts, of_side in ((left, of_queries), (right, of_documents))
+    ]
+    by_mean = multi_vector is not None and multi_vector.recipe.similarity == "meanmaxsim"
+
+    def finish(ran: Sequence[Ran]) -> Scores:
+        pairs = _matched(jobs, ran, left, right)
+        scores = run_apart(lambda: [maxsim(a[1], b[1]) / (len(a[1]) if by_mean else 1) for a, b in pairs])
+        return [(score, [a[0], b[0]]) for score, (a, b) in zip(scores, pairs, strict=True)]
+
+    return ScoringPlan(tuple(jobs), finish)

@@ -31,14 +31,20 @@ class ServerOptions:
     api_key_file: str | None = _option(None, "file with one key per line, read again when it changes")
     max_body_bytes: int = _option(64 * 1024 * 1024, "largest request body")
     max_inputs: int = _option(16_384, "most inputs in one request")
+    max_concurrent_requests: int | None = _option(
+        None, "most requests that run a model at once, above which one is answered with 429; by default no limit"
+    )
     max_request_tokens: int | None = _option(None, "most tokens in one request; by default only the queue's limit")
     request_timeout: float | None = _option(None, "seconds after which a request is answered with 504")
     body_timeout: float = _option(120.0, "seconds that a request's body may take to arrive")
     allow_origin: tuple[str, ...] = _option((), "origin that browsers may call from, or *; may be given several times")
     trust_request_chat_template: bool = _option(False, "take chat templates from requests, run in a sandbox")
+    allow_image_urls: bool = _option(False, "fetch images that requests name by an http or https URL")
     metrics: bool = _option(True, "serve /metrics")
     docs: bool = _option(True, "serve /docs and /openapi.json")
+    page: bool = _option(True, "serve a page at / to try the models in a browser")
     access_log: bool = _option(False, "log a line for every request")
+    otlp_traces_endpoint: str | None = _option(None, "URL of a collector that takes OpenTelemetry traces over HTTP")
     log_format: str = _option("text", "'text' or 'json', one object per line")
     shutdown_delay: float = _option(0.0, "seconds between not being ready any more and taking no more connections")
     drain_timeout: int = _option(30, "seconds that running requests get to finish after SIGTERM")
@@ -53,9 +59,9 @@ class ServerOptions:
             listed = (value,) if isinstance(value, str) else tuple(value)
             require(all(isinstance(one, str) and one for one in listed), f"{name}={value!r} is not texts")
             object.__setattr__(self, name, listed)
-        for name, least in (("max_body_bytes", 1), ("max_inputs", 1), ("max_request_tokens", 1), ("drain_timeout", 0)):
-            value = getattr(self, name)
-            optional = name == "max_request_tokens" and value is None
+        for name in ("max_body_bytes", "max_inputs", "max_request_tokens", "max_concurrent_requests", "drain_timeout"):
+            value, least = getattr(self, name), 0 if name == "drain_timeout" else 1
+            optional = name in ("max_request_tokens", "max_concurrent_requests") and value is None
             require(optional or (is_int(value) and value >= least), f"{name}={value!r} is not a number from {least} on")
         for name in ("request_timeout", "body_timeout", "shutdown_delay"):
             value = getattr(self, name)
@@ -67,6 +73,11 @@ class ServerOptions:
         require(
             self.log_format in LOG_FORMATS,
             f"log_format={self.log_format!r} is unknown; known: {', '.join(LOG_FORMATS)}",
+        )
+        require(
+            self.otlp_traces_endpoint is None or self.otlp_traces_endpoint.startswith(("http://", "https://")),
+            f"otlp_traces_endpoint={self.otlp_traces_endpoint!r} is not an http:// or https:// URL, such as "
+            "http://127.0.0.1:4318/v1/traces",
         )
         require(
             self.ssl_certfile is not None or not (self.ssl_keyfile or self.ssl_ca_certs),

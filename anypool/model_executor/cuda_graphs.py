@@ -202,7 +202,7 @@ class CudaGraphs:
         """
         tokens, sequences = len(batch.input_ids_T), len(batch.attn.lengths)
         bucket = choose_bucket(tokens, sequences, max_tokens=self._max_tokens)
-        if self._refused or bucket is None or batch.attn.prefix is not None:
+        if self._refused or bucket is None or batch.attn.prefix is not None or batch.attn.key_lengths is not None:
             return None
         key = bucket, plan, batch.token_type_ids_T is not None, batch.segments.pad_token_id
         if key not in self._graphs and not self._add(key, bucket, batch, plan):

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from anypool.model_executor.attention import AttentionMetadata, PrefixKeys
+from anypool.model_executor.images import ImageInputs
 from anypool.model_executor.transfers import to_device
 from anypool.pooling.methods import Segments
 
@@ -25,6 +26,7 @@ class PackedBatch:
         segments: The prompts, for pooling: with their cached prefixes where hidden states are kept.
         token_type_ids_T: `[T]` int64 segment ids of text pairs, or None where all are 0.
         keeps_hidden: Whether hidden states go to and come from the store beside the keys.
+        images: Those of each sequence, on the host; empty where no sequence has any.
     """
 
     input_ids_T: torch.Tensor
@@ -33,6 +35,7 @@ class PackedBatch:
     segments: Segments
     token_type_ids_T: torch.Tensor | None = None
     keeps_hidden: bool = False
+    images: tuple[ImageInputs | None, ...] = ()
 
     @classmethod
     def pack(
@@ -46,6 +49,8 @@ class PackedBatch:
         starts: Sequence[int] | None = None,
         prompt_lengths: Sequence[int] | None = None,
         prefix: PrefixKeys | None = None,
+        images: Sequence[ImageInputs | None] = (),
+        key_lengths: Sequence[int] | None = None,
     ) -> PackedBatch:
         """Packs token ids: those of whole prompts, or the part of each that this pass computes.
 
@@ -58,6 +63,8 @@ class PackedBatch:
             starts: Tokens of each prompt before its sequence; zeros where not given.
             prompt_lengths: Tokens of each whole prompt; where not given, those up to the end of its sequence.
             prefix: The cached keys of the tokens before, of which there are `starts`.
+            images: Those of each sequence.
+            key_lengths: Leading tokens of each sequence that are attended to; all where not given.
         """
         assert sequences and all(sequences), "a batch holds at least one sequence, each with at least one token"
         lengths = tuple(len(ids) for ids in sequences)
@@ -77,14 +84,20 @@ class PackedBatch:
         if token_types is not None and any(types is not None for types in token_types):
             types = [t for own, n in zip(token_types, lengths, strict=True) for t in (own or (0,) * n)]
             parts.append(torch.tensor(types, dtype=torch.int64))
+        keys = None if key_lengths is None else tuple(key_lengths)
+        if keys is not None:
+            assert all(0 < own <= length for own, length in zip(keys, lengths, strict=True))
+            parts.append(torch.tensor(keys, dtype=torch.int32))
         input_ids_T, positions_T, cu_seqlens, *others = to_device(parts, device)
+        keys_N = None if keys is None else others.pop()
         skips_N = others.pop(0) if any(skipped) else None
         return cls(
             input_ids_T=input_ids_T,
             positions_T=positions_T,
-            attn=AttentionMetadata(lengths, cu_seqlens, prompts, prefix),
+            attn=AttentionMetadata(lengths, cu_seqlens, prompts, prefix, keys, keys_N),
             segments=Segments(lengths, skipped, device, input_ids_T, pad_token_id, cu_seqlens, skips_N),
             token_type_ids_T=others[0] if others else None,
+            images=tuple(images) if any(one is not None for one in images) else (),
         )
 
     def to(self, device: torch.device) -> PackedBatch:
@@ -96,7 +109,7 @@ class PackedBatch:
             self.input_ids_T,
             self.positions_T,
             self.attn.cu_seqlens,
-            *(x for x in (segments.skips_N, self.token_type_ids_T) if x is not None),
+            *(x for x in (segments.skips_N, self.token_type_ids_T, self.attn.key_lengths_N) if x is not None),
         ]
         own_ids = segments.input_ids_T is not None and segments.input_ids_T is not self.input_ids_T
         if own_ids:
@@ -105,11 +118,12 @@ class PackedBatch:
         ids_T, positions_T, cu_seqlens, *others = to_device(parts, device)
         skips_N = None if segments.skips_N is None else others.pop(0)
         types_T = None if self.token_type_ids_T is None else others.pop(0)
+        keys_N = None if self.attn.key_lengths_N is None else others.pop(0)
         return replace(
             self,
             input_ids_T=ids_T,
             positions_T=positions_T,
-            attn=replace(self.attn, cu_seqlens=cu_seqlens),
+            attn=replace(self.attn, cu_seqlens=cu_seqlens, key_lengths_N=keys_N),
             segments=replace(
                 segments,
                 device=device,

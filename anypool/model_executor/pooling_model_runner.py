@@ -14,6 +14,7 @@ from anypool.kernels.varlen_attention import LARGEST_HEAD
 from anypool.model_executor.cuda_graphs import CudaGraphs
 from anypool.model_executor.packed_batch import PackedBatch, common_rows
 from anypool.model_executor.transfers import to_host
+from anypool.pooling.methods import Segments
 from anypool.pooling.plan import PoolingPlan
 from anypool.pooling.pooler import ChunkedPooling, DispatchPooler, PooledGroup, SequencePooler
 
@@ -25,12 +26,14 @@ class RunnerOutput:
     Attributes:
         results: Per sequence `[E]`, or `[tokens, E]` for token-level tasks: float32 on the CPU, each in memory of its
             own, so that who keeps or pickles one has no other's. Empty where a chunk ended before its prompt did.
-        are_finite: Whether each result is.
+        others: Results of the same sequences for further plans.
+        are_finite: Whether all results of each sequence are.
         padding_tokens: Tokens that filled the batch up to a common number of rows.
         forward_s, pool_s: Seconds in the backbone and in the poolers. On a GPU the first is the time to launch it.
     """
 
     results: list[torch.Tensor]
+    others: list[list[torch.Tensor]]
     are_finite: list[bool]
     padding_tokens: int
     forward_s: float
@@ -57,15 +60,20 @@ class PoolingModelRunner:
             self.graphs = CudaGraphs(self.compute, device)
 
     @torch.inference_mode()
-    def run(self, batch: PackedBatch, plans: Sequence[PoolingPlan]) -> RunnerOutput:
+    def run(
+        self, batch: PackedBatch, plans: Sequence[PoolingPlan], further: Sequence[Sequence[PoolingPlan]] = ()
+    ) -> RunnerOutput:
         """Runs whole prompts, or what is left of them after their cached prefixes.
 
         Args:
             batch: The packed sequences, on the host or the model's device.
             plans: One per sequence.
+            further: Other plans of each sequence, for which it is not run again.
         """
         began = time.perf_counter()
-        plan = self._shared_plan(plans)
+        further = further or [()] * len(plans)
+        others: list[list[torch.Tensor]] = [[] for _ in plans]
+        plan = None if any(further) else self._shared_plan(plans)
         captured = self.graphs.run(batch, plan) if self.graphs is not None else None
         forwarded = time.perf_counter()
         if captured is not None and plan is not None:
@@ -74,10 +82,29 @@ class PoolingModelRunner:
             batch = batch.to(self.device)
             hidden_TD = self._forward(batch) if captured is None else captured.values
             forwarded = time.perf_counter()
-            groups = self.model.pooler(_with_cached_rows(hidden_TD, batch), batch.segments, plans)
+            hidden_TD = _with_cached_rows(hidden_TD, batch)
+            groups = self.model.pooler(hidden_TD, batch.segments, plans)
+            others = self._pool_again(hidden_TD, batch.segments, further)
         results = _to_host(groups, len(plans))
         padding = self._padding(batch) if captured is None else captured.padding_tokens
-        return _output(results, padding, began, forwarded)
+        return _output(results, others, padding, began, forwarded)
+
+    def _pool_again(
+        self, hidden_TD: torch.Tensor, segments: Segments, further: Sequence[Sequence[PoolingPlan]]
+    ) -> list[list[torch.Tensor]]:
+        """The results of further plans, of which sequences may have any number."""
+        results: list[list[torch.Tensor]] = [[] for _ in further]
+        for place in range(max(map(len, further), default=0)):
+            indices = [index for index, plans in enumerate(further) if len(plans) > place]
+            some = segments.subset(indices)
+            rows_TD = hidden_TD
+            if len(indices) < len(further):
+                sequences = hidden_TD.split(segments.lengths)
+                rows_TD = torch.cat([sequences[index] for index in indices])
+            groups = self.model.pooler(rows_TD, some, [further[index][place] for index in indices])
+            for index, result in zip(indices, _to_host(groups, len(indices)), strict=True):
+                results[index].append(result)
+        return results
 
     def compute(self, batch: PackedBatch, plan: PoolingPlan | None) -> torch.Tensor:
         """What a graph holds: `[T, D]` hidden states, or the `[N, E]` results that a shared plan makes of them."""
@@ -102,39 +129,41 @@ class PoolingModelRunner:
         return None if pooler.graphable(plans[0]) is None else plans[0]
 
     @torch.inference_mode()
-    def begin_chunks(self, batch: PackedBatch, plan: PoolingPlan) -> ChunkedPooling:
+    def begin_chunks(self, batch: PackedBatch, plans: Sequence[PoolingPlan]) -> list[ChunkedPooling]:
         """Starts pooling a prompt that runs in chunks. A prefix that is cached counts at once.
 
         Args:
             batch: The first chunk, the only sequence of its batch.
-            plan: What the prompt gets.
+            plans: What the prompt gets.
         """
         batch = batch.to(self.device)
-        segments = batch.segments
-        pooling: ChunkedPooling = self.model.pooler.begin(
-            plan, skip=segments.skips[0], pad_token_id=segments.pad_token_id
-        )
-        if (cached := cached_rows(batch, 0)) is not None:
-            assert segments.input_ids_T is not None
-            pooling.update(cached, segments.input_ids_T[: len(cached)])
-        return pooling
+        segments, cached = batch.segments, cached_rows(batch, 0)
+        found = []
+        for plan in plans:
+            pooling = self.model.pooler.begin(plan, skip=segments.skips[0], pad_token_id=segments.pad_token_id)
+            if cached is not None:
+                assert segments.input_ids_T is not None
+                pooling.update(cached, segments.input_ids_T[: len(cached)])
+            found.append(pooling)
+        return found
 
     @torch.inference_mode()
-    def run_chunk(self, batch: PackedBatch, pooling: ChunkedPooling, *, is_last: bool) -> RunnerOutput:
+    def run_chunk(self, batch: PackedBatch, pooling: Sequence[ChunkedPooling], *, is_last: bool) -> RunnerOutput:
         """Runs the next chunk of a prompt.
 
         Args:
             batch: The chunk, the only sequence of its batch.
-            pooling: What the chunks before it were folded into.
+            pooling: What the chunks before it were folded into, for each plan.
             is_last: Whether the prompt ends with it.
         """
         began = time.perf_counter()
         batch = batch.to(self.device)
         hidden_TD = self._forward(batch)
         forwarded = time.perf_counter()
-        pooling.update(hidden_TD, batch.input_ids_T)
-        results = _to_host([pooling.result()], 1) if is_last else []
-        return _output(results, self._padding(batch), began, forwarded)
+        for one in pooling:
+            one.update(hidden_TD, batch.input_ids_T)
+        results = [_to_host([one.result()], 1)[0] for one in pooling] if is_last else []
+        return _output(results[:1], [results[1:]] if is_last else [], self._padding(batch), began, forwarded)
 
     @property
     def _fills(self) -> bool:
@@ -151,8 +180,9 @@ class PoolingModelRunner:
         prefix = batch.attn.prefix
         if prefix is not None:
             prefix.begin()
+        images = {"images": batch.images} if batch.images else {}  # only classes that read images know the argument
         hidden_TD: torch.Tensor = self.model(
-            batch.input_ids_T, batch.positions_T, batch.attn, token_type_ids_T=batch.token_type_ids_T
+            batch.input_ids_T, batch.positions_T, batch.attn, token_type_ids_T=batch.token_type_ids_T, **images
         )
         if prefix is not None:
             prefix.end()
@@ -170,9 +200,14 @@ def _has_packed_attention(model: Any) -> bool:
     return has_triton() and model.config.head_size <= LARGEST_HEAD
 
 
-def _output(results: list[torch.Tensor], padding: int, began: float, forwarded: float) -> RunnerOutput:
+def _output(
+    results: list[torch.Tensor], others: list[list[torch.Tensor]], padding: int, began: float, forwarded: float
+) -> RunnerOutput:
     ended = time.perf_counter()
-    return RunnerOutput(results, _are_finite(results), padding, forwarded - began, ended - forwarded)
+    are_finite = [
+        all(bool(one.isfinite().all()) for one in (result, *more)) for result, more in zip(results, others, strict=True)
+    ]
+    return RunnerOutput(results, others, are_finite, padding, forwarded - began, ended - forwarded)
 
 
 def cached_rows(batch: PackedBatch, sequence: int) -> torch.Tensor | None:
@@ -205,7 +240,3 @@ def _to_host(groups: Sequence[PooledGroup], count: int) -> list[torch.Tensor]:
                 results[request] = part.clone()
     assert all(result is not None for result in results), "a pooler left a request without a result"
     return results  # type: ignore[return-value]
-
-
-def _are_finite(results: Sequence[torch.Tensor]) -> list[bool]:
-    return [bool(result.isfinite().all()) for result in results]

@@ -45,6 +45,17 @@ _NATIVE: dict[str, str] = {
     "XLMRobertaModel": "xlm_roberta:XLMRobertaModel",
 }
 
+# Models that read images, over transformers' modules.
+_WITH_IMAGES: dict[str, str] = {
+    "CLIPModel": "two_tower:CLIPModel",
+    "ColModernVBertForRetrieval": "vision_language:ColModernVBertForRetrieval",
+    "ColPaliForRetrieval": "vision_language:ColPaliForRetrieval",
+    "ColQwen2ForRetrieval": "vision_language:ColQwen2ForRetrieval",
+    "Siglip2Model": "two_tower:SiglipModel",
+    "SiglipModel": "two_tower:SiglipModel",
+}
+_GENERATES_FROM_IMAGES = "vision_language:VisionLanguageForConditionalGeneration"
+
 # Heads that the adapters build over the backbone of the same name.
 HEAD_SUFFIXES = (
     "ForSequenceClassification",
@@ -112,6 +123,8 @@ class _Registry:
             if config.not_native is not None:
                 raise UnsupportedArchitectureError(config.not_native)
             raise self._unknown(architecture, "has no native class")
+        if (path := _path_with_images(config)) is not None:
+            return _import(architecture, f"{_MODELS}.{path}")
         return self._transformers_cls(architecture, config)
 
     def _transformers_cls(self, architecture: str, config: ModelConfig) -> type[nn.Module]:
@@ -168,6 +181,13 @@ def _import(architecture: str, path: str) -> type[nn.Module]:
 def _native_path(architecture: str) -> str | None:
     path = _NATIVE.get(architecture)
     return None if path is None else f"{_MODELS}.{path}"
+
+
+def _path_with_images(config: ModelConfig) -> str | None:
+    """The class of a model that reads images; None for one that reads text alone."""
+    if config.architecture.endswith("ForConditionalGeneration") and "vision_config" in config.raw:
+        return _GENERATES_FROM_IMAGES
+    return _WITH_IMAGES.get(config.architecture)
 
 
 ModelRegistry = _Registry()

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from anypool.config import ACTIVATIONS, contradicts, is_int, is_int_list
+from anypool.config import ACTIVATIONS, contradicts, is_int, is_int_list, is_number
 from anypool.errors import InvalidParameterError
 
 
@@ -16,11 +16,16 @@ class PoolingParams:
 
     Args:
         dimensions: How many leading dimensions of the embedding to keep, before it is scaled.
+        max_active_dims: How many weights of a sparse vector to keep, the largest; ties go to the lower index.
         normalize: Whether the embedding is scaled to unit length.
         use_activation: False for raw scores, and for embeddings that are not scaled.
         activation: What turns scores into probabilities: one of `anypool.config.ACTIVATIONS`.
         step_tag_id: Keep the tokens with this id, of a token-level result.
         returned_token_ids: Columns of a token-level score to keep, before the activation.
+        is_query: For the token vectors of a multi-vector model: whether the text is a query. A document where it is
+            left out.
+        pool_factor: For the token vectors of documents: about how many are joined into one; 1 joins none.
+        token_pooling: The way that is done, one of `anypool.pooling.token_pooling.TOKEN_POOLINGS`.
         softmax: Old form of `activation`: True is "softmax", False is "none".
 
     Raises:
@@ -28,20 +33,28 @@ class PoolingParams:
     """
 
     dimensions: int | None = None
+    max_active_dims: int | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
     activation: str | None = None
     step_tag_id: int | None = None
     returned_token_ids: Sequence[int] | None = None
+    is_query: bool | None = None
+    pool_factor: float | None = None
+    token_pooling: str | None = None
     softmax: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.dimensions is not None and (not is_int(self.dimensions) or self.dimensions < 1):
-            raise InvalidParameterError(f"dimensions={self.dimensions!r} is not a positive integer", param="dimensions")
-        for name in ("normalize", "use_activation", "softmax"):
+        for name in ("dimensions", "max_active_dims"):
+            value = getattr(self, name)
+            if value is not None and (not is_int(value) or value < 1):
+                raise InvalidParameterError(f"{name}={value!r} is not a positive integer", param=name)
+        for name in ("normalize", "use_activation", "is_query", "softmax"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
                 raise InvalidParameterError(f"{name}={value!r} is not a bool", param=name)
+        if self.pool_factor is not None and not (is_number(self.pool_factor) and self.pool_factor >= 1):
+            raise InvalidParameterError(f"pool_factor={self.pool_factor!r} is not a number from 1", param="pool_factor")
         if self.softmax is not None:
             self._translate_softmax()
         if self.activation is not None and self.activation not in ACTIVATIONS:

@@ -138,12 +138,12 @@ class SequencePooler(Pooler):
         self.head = head
 
     def forward(self, hidden_TD: torch.Tensor, segments: Segments, plans: Sequence[PoolingPlan]) -> list[PooledGroup]:
-        by_plan = _by_plan(plans)
-        if len(by_plan) == 1:
-            [(plan, indices)] = by_plan.items()
+        groups = by_plan(plans)
+        if len(groups) == 1:
+            [(plan, indices)] = groups.items()
             return [PooledGroup(indices, self.results(hidden_TD, segments, plan))]
         rows_NE = self.head(pool(hidden_TD, segments, self.types))
-        return [PooledGroup(indices, self.finish(_take(rows_NE, indices), plan)) for plan, indices in by_plan.items()]
+        return [PooledGroup(indices, self.finish(_take(rows_NE, indices), plan)) for plan, indices in groups.items()]
 
     def results(self, hidden_TD: torch.Tensor, segments: Segments, plan: PoolingPlan) -> torch.Tensor:
         """`[N, E]` float32 results of sequences that share a plan; nothing of it waits for the device."""
@@ -226,9 +226,9 @@ class TokenEmbedPooler(Pooler):
 
     def forward(self, hidden_TD: torch.Tensor, segments: Segments, plans: Sequence[PoolingPlan]) -> list[PooledGroup]:
         groups = []
-        for plan, indices in _by_plan(plans).items():
+        for plan, indices in by_plan(plans).items():
             finish: Finish = "normalize" if plan.normalize else "none"
-            values = token_pool(_rows_of(hidden_TD, segments, indices), finish=finish)
+            values = token_pool(rows_of(hidden_TD, segments, indices), finish=finish)
             groups.append(PooledGroup(indices, values, tuple(segments.lengths[i] for i in indices)))
         return groups
 
@@ -267,13 +267,13 @@ class TokenScorePooler(Pooler):
 
     def forward(self, hidden_TD: torch.Tensor, segments: Segments, plans: Sequence[PoolingPlan]) -> list[PooledGroup]:
         groups = []
-        for plan, indices in _by_plan(plans).items():
-            rows_TD = _rows_of(hidden_TD, segments, indices)
+        for plan, indices in by_plan(plans).items():
+            rows_TD = rows_of(hidden_TD, segments, indices)
             kept = tuple(segments.lengths[i] for i in indices)
             index_S = None
             if plan.step_tag_id is not None:  # before the head, so that it runs on the kept rows only
                 assert segments.input_ids_T is not None
-                is_tag_T = _rows_of(segments.input_ids_T, segments, indices) == plan.step_tag_id
+                is_tag_T = rows_of(segments.input_ids_T, segments, indices) == plan.step_tag_id
                 index_S = is_tag_T.nonzero().squeeze(1)
                 kept = tuple(int(part.sum()) for part in is_tag_T.cpu().split(kept))
             groups.append(PooledGroup(indices, score_rows(self.head, rows_TD, plan, index_S), kept))
@@ -360,6 +360,10 @@ class DispatchPooler(Pooler):
         """Serves a task with another pooler from now on."""
         self.poolers[task.value] = pooler
 
+    def remove(self, task: PoolingTask) -> None:
+        """Serves a task no longer."""
+        self.poolers.pop(task.value)
+
     def __getitem__(self, task: PoolingTask) -> Pooler:
         return cast(Pooler, self.poolers[task.value])
 
@@ -384,7 +388,7 @@ class DispatchPooler(Pooler):
             return cast(list[PooledGroup], self[plans[0].task](hidden_TD, segments, plans))
         groups: list[PooledGroup] = []
         for task, indices in by_task.items():
-            rows_TD = _rows_of(hidden_TD, segments, indices)
+            rows_TD = rows_of(hidden_TD, segments, indices)
             for group in self[task](rows_TD, segments.subset(indices), [plans[i] for i in indices]):
                 groups.append(PooledGroup(tuple(indices[i] for i in group.requests), group.values, group.rows))
         return groups
@@ -394,14 +398,15 @@ def _is_empty(head: nn.Module) -> bool:
     return isinstance(head, nn.Sequential) and len(head) == 0
 
 
-def _by_plan(plans: Sequence[PoolingPlan]) -> dict[PoolingPlan, tuple[int, ...]]:
+def by_plan(plans: Sequence[PoolingPlan]) -> dict[PoolingPlan, tuple[int, ...]]:
+    """The places of the sequences that share a plan."""
     found: dict[PoolingPlan, list[int]] = {}
     for index, plan in enumerate(plans):
         found.setdefault(plan, []).append(index)
     return {plan: tuple(indices) for plan, indices in found.items()}
 
 
-def _rows_of(rows_TD: torch.Tensor, segments: Segments, indices: Sequence[int]) -> torch.Tensor:
+def rows_of(rows_TD: torch.Tensor, segments: Segments, indices: Sequence[int]) -> torch.Tensor:
     """The packed rows of some sequences."""
     if len(indices) == len(segments.lengths):
         return rows_TD

@@ -13,6 +13,7 @@ class PoolingTask(str, Enum):
     EMBED = "embed"
     CLASSIFY = "classify"
     REWARD = "reward"
+    SPARSE_EMBED = "sparse_embed"
     TOKEN_EMBED = "token_embed"
     TOKEN_CLASSIFY = "token_classify"
 

@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 import pytest
 import torch
 
 from anypool.errors import ConfigError
-from anypool.model_executor.attention import Attention, AttentionMetadata, bmm
+from anypool.model_executor.attention import Attention, AttentionMetadata, bmm, grouped
 from anypool.model_executor.attention.padded import is_padded, padded_groups
 
 RAGGED = (1, 7, 16, 17, 33, 40, 40, 47, 48, 48, 63, 130, 40, 5)
 
 
 def plain(
-    q_THK: torch.Tensor, k_TGK: torch.Tensor, v_TGK: torch.Tensor, lengths: tuple[int, ...], layer: Attention
+    q_THK: torch.Tensor,
+    k_TGK: torch.Tensor,
+    v_TGK: torch.Tensor,
+    lengths: tuple[int, ...],
+    layer: Attention,
+    keys: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """Scores, mask, softmax and sum written out in float64, one sequence and head at a time."""
     share = q_THK.shape[1] // k_TGK.shape[1]
     rows = []
-    for q, k, v in zip(*(x.double().split(lengths) for x in (q_THK, k_TGK, v_TGK)), strict=True):
+    parts = (x.double().split(lengths) for x in (q_THK, k_TGK, v_TGK))
+    for q, k, v, seen in zip(*parts, keys or lengths, strict=True):
         ahead = torch.arange(len(k)) - torch.arange(len(q)).unsqueeze(1)
         left, right = layer.window
         hidden = (ahead < -left if left >= 0 else ahead < -len(q)) | (ahead > right if right >= 0 else ahead > len(q))
+        hidden = hidden | (torch.arange(len(k)) >= seen)
         heads = []
         for h in range(q.shape[1]):
             scores = q[:, h] @ k[:, h // share].T * layer.scale
             if layer.softcap is not None:
                 scores = layer.softcap * torch.tanh(scores / layer.softcap)
-            heads.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ v[:, h // share])
+            probs = scores.masked_fill(hidden, -math.inf).softmax(-1).nan_to_num(0.0)  # a query may see nothing
+            heads.append(probs @ v[:, h // share])
         rows.append(torch.stack(heads, dim=1))
     return torch.cat(rows)
 
@@ -60,6 +69,36 @@ def test_ragged_sequences_equal_a_plain_softmax(
     # bf16 rounds scores or probabilities to 8 bits, and the result.
     tolerance = 2e-6 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(actual.double(), plain(q, k, v, RAGGED, layer), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("way", ["fused", "bmm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (9, 9), (49, 0), (63, 63)])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("block", [16, 256])
+def test_tokens_that_are_not_attended_to_attend_to_the_others(
+    way: str,
+    dtype: torch.dtype,
+    window: tuple[int, int],
+    softcap: float | None,
+    block: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what lies further from the last key than the window is 0."""
+    monkeypatch.setenv("ANYPOOL_CPU_ATTENTION", way)
+    monkeypatch.setattr(grouped, "_QUERY_BLOCK", block)
+    keys = tuple(1 if i % 4 == 0 else n if i % 4 == 1 else max(1, n // 2) for i, n in enumerate(RAGGED))
+    qkv = torch.randn(sum(RAGGED), 8, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    q, k, v = qkv.split([4, 2, 2], dim=1)
+    for spoilt in (k, v):  # what is not attended to has no part in it
+        for row, seen, length in zip(accumulate((0, *RAGGED)), keys, RAGGED, strict=False):
+            spoilt[row + seen : row + length] = 99.0
+    layer = Attention(scale=0.25, window=window, softcap=softcap)
+    attn = AttentionMetadata.from_lengths(RAGGED, torch.device("cpu"), key_lengths=keys)
+    expected = plain(q, k, v, RAGGED, layer, keys)
+    tolerance = 2e-6 if dtype == torch.float32 else 0.03
+    actual = layer(q, k, v, attn).double()
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
 def test_what_is_padded_does_not_see_what_pads_nor_neighbours() -> None:
@@ -95,14 +134,14 @@ def test_scores_far_from_zero_weigh_as_those_near_it(
 
 
 def test_neighbours_of_near_lengths_are_one_group_and_the_rest_stay_out() -> None:
-    groups = list(padded_groups(RAGGED, (-1, -1)))
+    groups = list(padded_groups(RAGGED, RAGGED, (-1, -1)))
     assert [(g.rows.start, g.count, g.length) for g in groups] == [
         (41, 6, 48),
         (297, 1, 64),
         (360, 1, 144),
         (490, 1, 48),
     ]
-    assert sum(g.rows.stop - g.rows.start for g in groups) == sum(n for n in RAGGED if is_padded(n, (-1, -1)))
+    assert sum(g.rows.stop - g.rows.start for g in groups) == sum(n for n in RAGGED if is_padded(n, n, (-1, -1)))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +152,7 @@ def test_neighbours_of_near_lengths_are_one_group_and_the_rest_stay_out() -> Non
 def test_a_window_that_cuts_into_a_sequence_keeps_it_from_being_padded(
     length: int, window: tuple[int, int], padded: bool
 ) -> None:
-    assert is_padded(length, window) == padded
+    assert is_padded(length, length, window) == padded
 
 
 def test_long_causal_sequences_are_equal_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_memory_of_a_long_prompt_does_not_grow_with_its_chunks(checkpoint: Path)
 
         def watched(batch: Any, pooling: Any, *, is_last: bool) -> Any:
             output = run_chunk(batch, pooling, is_last=is_last)
-            kept.append(sum(tensor.numel() for state in pooling.states for tensor in _tensors(state)))
+            kept.append(sum(tensor.numel() for one in pooling for state in one.states for tensor in _tensors(state)))
             return output
 
         llm.engine._runner.run_chunk = watched

@@ -292,6 +292,40 @@ def test_a_full_queue_refuses_only_bounded_requests(engine: Engine, gate: Gate) 
         request.future.result(30)
 
 
+def test_a_request_whose_turn_would_come_too_late_is_refused(gate: Gate, engine: Engine) -> None:
+    engine.config = engine.config.replace(max_queued_tokens=10**6, max_queue_s=2.0)
+    engine._tokens_per_s = 1000.0
+    step = engine._scheduler.max_tokens
+    running, *bulk = prepare(engine, ids(), *[ids(123)] * (2 * step // 125 + 1))
+    engine.submit([running])
+    assert gate.entered.wait(30)
+    engine.submit(bulk)
+    small, large, urgent = prepare(engine, ids(), ids(123), ids(123))
+    engine.submit([small], bounded=True)  # it passes the bulk
+    several = [large, *prepare(engine, *[ids(123)] * (step // 125))]
+    with pytest.raises(OverloadedError, match=r"the turn would come in \d\.\d s, and the limit is 2 s") as caught:
+        engine.submit(several, bounded=True)
+    assert caught.value.retry_after_s >= 1
+    engine.submit([urgent], bounded=True, priority=-1)
+    gate.open()
+    for request in (running, small, urgent, *bulk):
+        request.future.result(30)
+
+
+def test_speed_is_that_of_batches_that_left_others_waiting(engine: Engine) -> None:
+    engine.submit(prepare(engine, ids())[:1])
+    [lone] = prepare(engine, ids())
+    engine.submit([lone])
+    lone.future.result(30)
+    assert engine._tokens_per_s == 0
+    engine._scheduler.max_seqs = 1
+    many = prepare(engine, *[ids()] * 3)
+    engine.submit(many)
+    for request in many:
+        request.future.result(30)
+    assert engine._tokens_per_s > 0
+
+
 def test_cancelled_requests_take_no_room_in_the_queue(engine: Engine, gate: Gate) -> None:
     running, gone, new = prepare(engine, ids(5), ids(8), ids(8))
     engine.submit([running])

@@ -105,6 +105,14 @@ class Queue(RuleBasedStateMachine):
         assert len(self.scheduler) == len(self.waiting)
         assert self.scheduler.waiting_tokens == sum(map(len, self.waiting))
 
+    @invariant()
+    def what_is_before_a_newcomer_is_right(self) -> None:
+        for tokens, priority in ((1, 0), (100, 0), (100, -1), (10**9, 0)):
+            tag = self.scheduler._clock + tokens + priority * PRIORITY_BATCHES * MAX_TOKENS
+            before = self.scheduler.tokens_before(tokens, priority)
+            assert sum(len(r) for r in self.waiting if r.tag <= tag) <= before
+            assert before <= sum(len(r) for r in self.waiting if r.tag < tag + MAX_TOKENS)
+
 
 TestQueue = Queue.TestCase
 

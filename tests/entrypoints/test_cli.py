@@ -47,6 +47,7 @@ ENGINE_FLAGS = {
     "--model-impl",
     "--max-num-batched-tokens",
     "--max-num-seqs",
+    "--max-queue-s",
     "--max-queued-tokens",
     "--enable-chunked-prefill",
     "--no-enable-chunked-prefill",
@@ -68,7 +69,15 @@ PROMPT_FLAGS = {"--prompt-name", "--truncate", "--truncate-prompt-tokens"}
 OWN_FLAGS = {
     "embed": FILE_FLAGS
     | PROMPT_FLAGS
-    | {"--dimensions", "--normalize", "--no-normalize", "--precision", "--calibration"},
+    | {
+        "--dimensions",
+        "--normalize",
+        "--no-normalize",
+        "--precision",
+        "--calibration",
+        "--sparse",
+        "--max-active-dims",
+    },
     "classify": FILE_FLAGS | PROMPT_FLAGS | {"--activation"},
     "reward": FILE_FLAGS | PROMPT_FLAGS | {"--activation"},
     "rerank": FILE_FLAGS | {"--query", "--top-n", "--instruction", "--truncate-prompt-tokens", "--activation"},
@@ -81,6 +90,7 @@ OWN_FLAGS = {
         "--api-key-file",
         "--max-body-bytes",
         "--max-inputs",
+        "--max-concurrent-requests",
         "--max-request-tokens",
         "--request-timeout",
         "--body-timeout",
@@ -90,7 +100,10 @@ OWN_FLAGS = {
         "--no-metrics",
         "--docs",
         "--no-docs",
+        "--page",
+        "--no-page",
         "--access-log",
+        "--otlp-traces-endpoint",
         "--log-format",
         "--shutdown-delay",
         "--drain-timeout",
@@ -211,6 +224,14 @@ def test_flag_of_a_wrong_form_is_refused(capsys: pytest.CaptureFixture[str], arg
     assert error.startswith("anypool: error: ")
     assert error.endswith(" --help\n")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", OWN_FLAGS)
+def test_an_unknown_flag_names_the_commands_own_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "m", *(["--query", "q"] if command == "rerank" else []), "--no-such", "x"])
+    assert "--no-such" in (error := capsys.readouterr().err)
+    assert error.endswith(f"; see anypool {command} --help\n")
 
 
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -689,6 +710,8 @@ def test_info_shows_modules_prompts_and_sizes() -> None:
             "causal": True, "sliding_window": 512, "softcap": 50.0, "layers": {"triton": 26, "varlen": 2}
         },
         "similarity": "dot",
+        "multi_vector": None,
+        "sparse": {"made_by": "SPLADE", "size": 10, "max_active_dims": 64, "looked_up": ["queries"]},
         "rerank_template": "T",
         "head": {
             "per": "token", "labels": ["A", "B"], "logit_mean": 1.5, "logit_sigma": 2.0,
@@ -710,6 +733,7 @@ def test_info_shows_modules_prompts_and_sizes() -> None:
         "128 (from: user)",
         "no (from: user)",
         "Dense 768 -> 256, X",
+        "SPLADE, at most 64; looked up for queries",
         "128, 256",
         "'query: '",
         "causal, sliding window of 512 tokens, scores soft-capped at 50 (layers: 26 triton, 2 varlen)",

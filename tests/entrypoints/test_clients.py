@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import io
@@ -11,6 +12,7 @@ import shlex
 import subprocess
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import cohere
 import httpx
@@ -110,48 +112,80 @@ def test_hugging_face_extracts_features(address: str, vectors: np.ndarray, path:
         InferenceClient(f"{address}{path}", token="wrong").feature_extraction(TEXTS)
 
 
-# Bodies as other clients send them, fields that mean nothing here included.
-RECORDED = {
-    "langchain-openai, which tokenises itself": (
-        "/v1/embeddings",
-        {"input": [[101, 7592, 102]], "model": "minilm", "encoding_format": "base64"},
-    ),
-    "llama-index": ("/v1/embeddings", {"input": TEXTS, "model": "minilm", "user": None, "extra_body": None}),
-    "Jina embeddings": (
-        "/v1/embeddings",
-        {
-            "model": "minilm", "task": "retrieval.passage", "dimensions": 128, "late_chunking": False,
-            "embedding_type": "float", "truncate": True, "normalized": True, "input": TEXTS,
-        },
-    ),
-    "Jina reranker": (
-        "/v1/rerank",
-        {"model": "cross", "query": "a", "documents": TEXTS, "top_n": 3, "return_documents": False},
-    ),
-    "TEI embed": (
-        "/embed",
-        {"inputs": TEXTS, "normalize": True, "truncate": True, "truncation_direction": "Right", "prompt_name": None},
-    ),
-    "TEI rerank": (
-        "/rerank",
-        {"query": "a", "texts": TEXTS, "raw_scores": False, "return_text": False, "truncate": False, "model": "cross"},
-    ),
-    "TEI predict": ("/predict", {"inputs": [["a", "b"], ["c", "d"]], "raw_scores": False, "model": "cross"}),
-    "TEI OpenAI": ("/embeddings", {"input": TEXTS, "model": "minilm"}),
-    "vLLM score": ("/v1/score", {"model": "cross", "text_1": "a", "text_2": TEXTS, "truncate_prompt_tokens": -1}),
-    "vLLM pooling": ("/pooling", {"model": "minilm", "input": TEXTS, "task": "token_embed", "user": "u"}),
-    "Cohere v1 rerank": (
-        "/v1/rerank",
-        {"model": "cross", "query": "a", "documents": [{"text": "b"}], "rank_fields": ["text"], "top_n": 1},
-    ),
-}  # fmt: skip
+def test_langchain_embeds_what_it_is_given(address: str, vectors: np.ndarray) -> None:
+    from langchain_openai import OpenAIEmbeddings
+
+    client = OpenAIEmbeddings(
+        model="minilm", base_url=f"{address}/v1", api_key=KEY, check_embedding_ctx_length=False, max_retries=0
+    )
+    np.testing.assert_allclose(client.embed_documents(TEXTS), vectors, atol=1e-6)
+    np.testing.assert_allclose(client.embed_query(TEXTS[0]), vectors[0], atol=1e-6)
+
+    async def both() -> tuple[list[list[float]], list[float]]:
+        return await client.aembed_documents(TEXTS), await client.aembed_query(TEXTS[0])
+
+    rows, row = asyncio.run(both())
+    np.testing.assert_allclose(rows, vectors, atol=1e-6)
+    np.testing.assert_allclose(row, vectors[0], atol=1e-6)
 
 
-@pytest.mark.parametrize("name", RECORDED)
-def test_recorded_bodies_are_served(address: str, name: str) -> None:
-    path, body = RECORDED[name]
-    response = httpx.post(f"{address}{path}", json=body, headers={"Authorization": f"Bearer {KEY}"})
-    assert response.status_code == 200, response.text
+@pytest.fixture
+def tokenizer_of_openai(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tiktoken downloads its vocabularies; LlamaIndex comes with them."""
+    import llama_index.core
+
+    folder = Path(llama_index.core.__file__).parent / "_static" / "tiktoken_cache"
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
+
+
+@pytest.mark.usefixtures("tokenizer_of_openai")
+def test_ids_of_openais_tokenizer_which_langchain_sends_by_default_are_told(address: str) -> None:
+    from langchain_openai import OpenAIEmbeddings
+
+    client = OpenAIEmbeddings(model="minilm", base_url=f"{address}/v1", api_key=KEY, max_retries=0)
+    with pytest.raises(openai.BadRequestError, match=r"token id 54850.* 0 to 30521.*another tokenizer"):
+        client.embed_documents(TEXTS[2:])
+
+
+def test_langchain_cuts_with_the_models_own_tokenizer(address: str, minilm: str, vectors: np.ndarray) -> None:
+    from langchain_openai import OpenAIEmbeddings
+
+    client = OpenAIEmbeddings(model=minilm, base_url=f"{address}/v1", api_key=KEY, tiktoken_enabled=False)
+    texts = [text.lower() for text in TEXTS]  # it sends what its tokens decode to
+    np.testing.assert_allclose(client.embed_documents(texts), vectors, atol=1e-6)
+
+
+def test_llama_index_embeds_over_both_apis(address: str, vectors: np.ndarray) -> None:
+    from llama_index.embeddings.openai_like import OpenAILikeEmbedding
+    from llama_index.embeddings.text_embeddings_inference import TextEmbeddingsInference
+
+    for client in (
+        OpenAILikeEmbedding(model_name="minilm", api_base=f"{address}/v1", api_key=KEY, max_retries=0),
+        TextEmbeddingsInference(
+            model_name="minilm", base_url=address, auth_token=KEY, text_instruction="", query_instruction=""
+        ),
+    ):
+        np.testing.assert_allclose(client.get_text_embedding_batch(TEXTS), vectors, atol=1e-6)
+        np.testing.assert_allclose(client.get_query_embedding(TEXTS[0]), vectors[0], atol=1e-6)
+        rows = asyncio.run(client.aget_text_embedding_batch(TEXTS))
+        np.testing.assert_allclose(rows, vectors, atol=1e-6)
+
+
+def test_llama_index_reranks_over_both_apis(address: str, vectors: np.ndarray) -> None:
+    from llama_index.core.schema import NodeWithScore, TextNode
+    from llama_index.postprocessor.jinaai_rerank import JinaRerank
+    from llama_index.postprocessor.tei_rerank import TextEmbeddingInference
+
+    similar = vectors @ vectors[0]
+    nodes = [NodeWithScore(node=TextNode(text=text)) for text in TEXTS]
+    for client in (
+        JinaRerank(base_url=f"{address}/v1", api_key=KEY, model="minilm", top_n=2),
+        TextEmbeddingInference(base_url=address, auth_token=f"Bearer {KEY}", top_n=2),
+    ):
+        found = client.postprocess_nodes(nodes, query_str=TEXTS[0])
+        best = np.argsort(-similar)[:2]
+        assert [node.text for node in found] == [TEXTS[i] for i in best]
+        np.testing.assert_allclose([node.score for node in found], similar[best], atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +205,7 @@ def test_examples_of_the_page_run_and_print_what_it_says(open_address: str) -> N
             exec(compile(code, f"{PAGE.name}:{fence.line}", "exec"), {})
         assert printed.getvalue() == fence.output, f"{PAGE.name}:{fence.line}"
         ran += 1
-    assert ran == 5
+    assert ran == 6
 
 
 def test_curl_commands_of_the_pages_are_served(open_address: str) -> None:

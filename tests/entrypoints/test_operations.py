@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 import re
@@ -13,26 +14,35 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI, HTTPException
 
+from anypool.config import EngineConfig
 from anypool.engine.engine import Engine
 from anypool.engine.request import Request
+from anypool.entrypoints.cli import main
 from anypool.entrypoints.serve.access_log import JsonFormatter
 from anypool.entrypoints.serve.app import create_app
 from anypool.entrypoints.serve.auth import Keys
 from anypool.entrypoints.serve.routes.table import ROUTES
 from anypool.entrypoints.serve.served import served_name
+from anypool.entrypoints.serve.state import ServerState
 from anypool.entrypoints.server_options import ServerOptions
-from anypool.errors import ConfigError, DeadlineExceededError
+from anypool.errors import ConfigError, DeadlineExceededError, OverloadedError
 from tests.entrypoints.conftest import Client
 from tests.entrypoints.test_server import error
 
-PUBLIC = {"/health", "/health/ready", "/health/live", "/ping"}
+PUBLIC = {
+    *product(("GET", "POST"), ("/health", "/health/ready", "/health/live", "/ping")),
+    ("GET", "/"),
+    ("GET", "/page/page.js"),
+}
 PATHS = [(method, path) for route in ROUTES for method in route.methods for path in route.paths]
 
 
@@ -51,12 +61,14 @@ def held(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
 
 
 @pytest.mark.parametrize(("method", "path"), PATHS)
-def test_every_route_but_health_refuses_a_missing_and_a_wrong_key(engine: Engine, method: str, path: str) -> None:
+def test_every_route_but_health_and_the_page_refuses_a_missing_and_a_wrong_key(
+    engine: Engine, method: str, path: str
+) -> None:
     client = with_options(engine, api_key="right")
-    path = path.replace("{model}", "minilm")
+    path = path.replace("{model}", "minilm").replace("{file}", "page.js")
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic right"}, {"X-API-Key": "wrong"}):
         response = client.request(method, path, headers=headers, content=b"")
-        if path in PUBLIC:
+        if (method, path) in PUBLIC:
             assert response.status_code == 200
         else:
             assert response.status_code == 401
@@ -94,6 +106,18 @@ def test_a_file_without_keys_does_not_open_the_server(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("# nothing\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="holds no API key"):
         Keys(path=str(tmp_path / "empty"))
+
+
+def test_a_bad_file_of_keys_is_found_before_a_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anypool.entrypoints.cli_serve.Engine", pytest.fail)
+    for content, words in ((b"", "holds no API key"), (b"\xff\xfe\n", "is not text in UTF-8")):
+        (tmp_path / "keys").write_bytes(content)
+        assert main(["serve", str(tmp_path), "--api-key-file", str(tmp_path / "keys")]) == 2
+        error = capsys.readouterr().err
+        assert words in error
+        assert error.count("\n") == 1
 
 
 def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +245,7 @@ def test_limits_of_inputs_and_tokens(engine: Engine) -> None:
 def test_a_request_that_takes_too_long_is_504_and_its_work_is_dropped(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, options: dict[str, float], headers: dict[str, str]
 ) -> None:
+    with_options(engine).embed(input="a")  # the first of its length takes longer
     client = with_options(engine, **options)
     with monkeypatch.context() as patched:
         requests = held(engine, patched)
@@ -232,7 +257,22 @@ def test_a_request_that_takes_too_long_is_504_and_its_work_is_dropped(
         tei = client.request("POST", "/embed", json={"inputs": "a"}, headers=headers)
         assert tei.status_code == 504
         assert tei.json()["error_type"] == "Backend"
+    assert with_options(engine).embed(input="a").status_code == 200
+
+
+def test_more_requests_than_are_served_at_once_are_429(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = with_options(engine, max_concurrent_requests=2)
+    state: ServerState = client.app.state.server
+    with state.turn():
+        assert client.embed(input="a").status_code == 200
+        with state.turn():
+            refused = client.embed(input="a")
+            assert error(refused, 429)["message"] == "2 requests are being served, the limit: try again later"
+            assert refused.headers["retry-after"] == "1"
+            assert client.get("/health").status_code == 200
+    assert client.embed(input=3).status_code == 400
     assert client.embed(input="a").status_code == 200
+    assert state._running == 0
 
 
 def test_a_client_may_ask_for_less_time_but_not_for_more(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,6 +331,15 @@ def test_nul_and_control_characters_are_text(engine: Engine) -> None:
     assert with_options(engine).embed(input="a\x00b\x07").status_code == 200
 
 
+def test_a_compressed_body_is_415(client: Client) -> None:
+    content = gzip.compress(b'{"input": "a"}')
+    answer = client.request("POST", "/embed", content=content, headers={"Content-Encoding": "gzip"})
+    assert answer.status_code == 415
+    assert "gzip" in answer.json()["error"]
+    same = client.request("POST", "/embed", content=b'{"inputs": "a"}', headers={"Content-Encoding": "identity"})
+    assert same.status_code == 200
+
+
 def test_a_folder_is_served_under_its_name(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "Qwen2.5-0.5B").mkdir()
     (tmp_path / "tiny.q4.gguf").touch()
@@ -303,6 +352,18 @@ def test_a_folder_is_served_under_its_name(engine: Engine, tmp_path: Path, monke
         config = engine.config.replace(model=model, served_model_name=given or model)
         monkeypatch.setattr(engine, "config", config)
         assert served_name(engine) == name
+
+
+def test_a_link_to_a_model_is_served_under_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "my-model").symlink_to(tmp_path / "blobs", target_is_directory=True)
+    config = EngineConfig(model=str(tmp_path / "my-model"))
+    assert served_name(SimpleNamespace(config=config)) == "my-model"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", ["/health%0A", "/v1/embeddings%0A", "/health%0D%0A", "/health%00", "/health/"])
+def test_a_path_with_something_after_it_is_another_path(client: Client, path: str) -> None:
+    assert client.get(path).status_code == 404
 
 
 # Headers
@@ -363,7 +424,8 @@ def test_requests_tokens_and_failures_are_counted(engine: Engine, monkeypatch: p
     client.post("/embed", inputs=["a", "b"])
     client.embed(input="a", dimensions=0)
     with monkeypatch.context() as patched:
-        patched.setattr(Engine, "_has_room", lambda engine, tokens: False)
+        full = OverloadedError("full", retry_after_s=1)
+        patched.setattr(Engine, "_refusal", lambda engine, tokens, priority: full)
         assert client.embed(input="a").status_code == 429
     after = samples(client)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from sentence_transformers.sentence_transformer.modules import Pooling
-from transformers import AutoTokenizer
+from transformers import AutoModel, AutoTokenizer
 
 from anypool import LLM, PoolingParams
 from anypool.config import EngineConfig, PoolerConfig
@@ -109,6 +111,14 @@ def embeddings(engine: Engine, texts: list[str], params: PoolingParams | None = 
 
 
 # /v1/embeddings: forms, prompts, conversations.
+
+
+def test_bytes_come_with_any_request_id(server: Client) -> None:
+    name = "\u4e2d\r\nX-Evil: 1"
+    response = server.embed(input="a", encoding_format="bytes", request_id=name)
+    assert response.status_code == 200
+    assert json.loads(response.headers["metadata"])["id"] == f"embd-{name}"
+    assert "x-evil" not in response.headers
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "uint8", "binary", "ubinary"])
@@ -257,6 +267,51 @@ def test_a_template_of_the_request_is_taken_where_that_is_allowed(engines: dict[
     for template in ("{{ ''.__class__.__mro__ }}", "{% for", "{{ messages.append(1) }}"):
         refused = trusting.post("/v1/embeddings", messages=messages, chat_template=template)
         assert refused.status_code == 400
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/embeddings", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/score", {"queries": "a", "documents": "b"}),
+    ],
+)
+def test_a_template_that_does_not_end_holds_up_nothing_and_is_stopped(
+    engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]
+) -> None:
+    for module in ("served", "routes.scoring"):
+        monkeypatch.setattr(f"anypool.entrypoints.serve.{module}.LONGEST_RENDER_S", 1.0)
+    model = engines["chatty" if "messages" in fields else "qwen"]
+    app = create_app(model, ServerOptions(trust_request_chat_template=True))
+
+    async def both() -> tuple[httpx.Response, float]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+            running = asyncio.ensure_future(client.post(path, json={**fields, "chat_template": ENDLESS}))
+            longest = 0.0
+            while not running.done():
+                began = time.monotonic()
+                assert (await client.get("/health")).status_code == 200
+                longest = max(longest, time.monotonic() - began)
+                await asyncio.sleep(0.01)
+            return await running, longest
+
+    response, longest = asyncio.run(both())
+    assert response.status_code == 400
+    assert "more than 1 seconds" in response.json()["error"]["message"]
+    assert longest < 0.9
+
+
+@pytest.mark.parametrize("text", ["{{ 10 ** (10**9) }}", "{{ 'a' * 10**12 }}", "{{ 9**999999 * 9**999999 }}"])
+def test_products_and_powers_in_a_template_are_bounded(engines: dict[str, Engine], text: str) -> None:
+    trusting = Client(create_app(engines["chatty"], ServerOptions(trust_request_chat_template=True)))
+    fields = {"messages": [{"role": "user", "content": "a"}]}
+    refused = trusting.post("/v1/embeddings", chat_template=text, **fields)
+    assert refused.status_code == 400
+    assert "more than 1,000,000" in refused.json()["error"]["message"]
+    assert ok(trusting.post("/v1/embeddings", chat_template="{{ 'a ' * 3 + (2 ** 8) | string }}", **fields))
 
 
 def test_special_tokens_may_be_left_out(server: Client) -> None:
@@ -492,6 +547,80 @@ def test_cohere_inputs_of_text_parts(server: Client) -> None:
         assert set(refused.json()) == {"id", "message"}
 
 
+# Late chunking
+
+CHUNKS = ["Berlin is the capital of Germany. ", "The city has 3.7 million people, ", "and its mayor is elected."]
+
+
+def means_of_tokens(minilm: str, chunks: list[str]) -> torch.Tensor:
+    """Of each chunk, in one run of transformers over all of them."""
+    tokenizer, backbone = AutoTokenizer.from_pretrained(minilm), AutoModel.from_pretrained(minilm)
+    encoded = tokenizer("".join(chunks), return_tensors="pt", return_offsets_mapping=True)
+    starts, ends = encoded.pop("offset_mapping")[0].unbind(1)
+    with torch.no_grad():
+        [rows] = backbone(**encoded).last_hidden_state
+    vectors, begin = [], 0
+    for chunk in chunks:
+        is_in = (starts < begin + len(chunk)) & (ends > begin) & (starts < ends)
+        vectors.append(rows[is_in].mean(0))
+        begin += len(chunk)
+    return torch.nn.functional.normalize(torch.stack(vectors), dim=1)
+
+
+def test_late_chunking_embeds_each_text_in_the_light_of_all(server: Client, minilm: str) -> None:
+    expected = means_of_tokens(minilm, CHUNKS)
+    body = ok(server.embed(model="minilm", input=CHUNKS, late_chunking=True))
+    close([row["embedding"] for row in body["data"]], expected)
+    assert [row["index"] for row in body["data"]] == [0, 1, 2]
+    assert body["usage"]["prompt_tokens"] == len(AutoTokenizer.from_pretrained(minilm)("".join(CHUNKS)).input_ids)
+    short = torch.nn.functional.normalize(expected[:, :64], dim=1)
+    cut = ok(server.embed(input=CHUNKS, late_chunking=True, dimensions=64, embedding_type="base64"))
+    close([np.frombuffer(base64.b64decode(row["embedding"]), "<f4") for row in cut["data"]], short)
+    [alone] = ok(server.embed(input=CHUNKS[0], late_chunking=True))["data"]
+    close(alone["embedding"], means_of_tokens(minilm, CHUNKS[:1])[0])
+
+
+def test_late_chunking_counts_tokens_of_the_text_and_not_of_the_prompt(
+    server: Client, engines: dict[str, Engine]
+) -> None:
+    texts = ["the cat sat ", "on a mat"]
+    spans = [(0, 12), (12, 20)]
+    [expected] = llm_of(engines["prompted"]).embed_spans("".join(texts), spans, prompt_name="document", use_tqdm=False)
+    body = ok(server.embed(model="prompted", input=texts, late_chunking=True, task="retrieval.passage"))
+    close([row["embedding"] for row in body["data"]], expected.outputs.data, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"input": [[101, 102]]}, "late_chunking", "no token ids"),
+        ({"input": ["a", ""]}, "late_chunking", "none of them empty"),
+        ({"input": []}, "late_chunking", "takes texts"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "late_chunking", "messages"),
+        ({"input": ["a ", "  ", "b"]}, "input", "covers no token"),
+        ({"input": ["word " * 200] * 2}, "input", "limit is 256"),
+        ({"input": ["a", "b"], "model": "chatty"}, None, "pools by LAST"),
+    ],
+)
+def test_late_chunking_says_what_it_cannot_do(
+    server: Client, fields: dict[str, Any], param: str | None, words: str
+) -> None:
+    response = server.embed(late_chunking=True, **fields)
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == param
+
+
+def test_ids_without_special_tokens_are_warned_of_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    client = Client(create_app(engine))
+    ok(client.embed(input=[101, 7592, 102]))
+    assert not caplog.records
+    for _ in range(2):
+        ok(client.embed(input=[[7592, 2088]]))
+    [record] = caplog.records
+    assert "another tokenizer" in record.getMessage()
+
+
 # text-embeddings-inference
 
 
@@ -518,7 +647,7 @@ def test_tei_embed_all_and_sparse(server: Client, engine: Engine) -> None:
     outputs = llm_of(engine).token_embed(TEXTS, PoolingParams(normalize=False), use_tqdm=False)
     for rows, output in zip(ok(server.post("/embed_all", inputs=TEXTS)), outputs, strict=True):
         close(rows, output.outputs.numpy())
-    tei_error(server.post("/embed_sparse", inputs=TEXTS), 501, "Backend")
+    tei_error(server.post("/embed_sparse", inputs=TEXTS), 422, "Validation")
 
 
 def test_tei_predict_takes_texts_pairs_and_arrays_of_both(server: Client, engines: dict[str, Engine]) -> None:
@@ -609,6 +738,8 @@ def test_tokenize_and_back(server: Client, minilm: str) -> None:
         ("sentiment", {"input": "a cat"}, "/classify"),
         ("sentiment", {"inputs": "a cat"}, "/predict"),
         ("prm", {"input": "a cat<extra_0>"}, "/reward"),
+        ("reward", {"input": "a cat"}, "/reward"),
+        ("reward", {"inputs": "a cat"}, "/predict"),
         ("cross", {"query": "a", "documents": TEXTS}, "/rerank"),
         ("cross", {"query": "a", "texts": TEXTS}, "/rerank"),
         ("cross", {"text_1": "a", "text_2": TEXTS}, "/score"),
@@ -634,11 +765,17 @@ def test_models_are_listed_and_found_by_name(server: Client, engines: dict[str, 
 
 @pytest.mark.parametrize(
     ("model", "kind"),
-    [("minilm", "embedding"), ("cross", "reranker"), ("qwen", "reranker"), ("sentiment", "classifier")],
+    [
+        ("minilm", "embedding"),
+        ("cross", "reranker"),
+        ("qwen", "reranker"),
+        ("sentiment", "classifier"),
+        ("reward", "reward"),
+    ],
 )
 def test_info_has_the_fields_of_tei_and_the_card(engines: dict[str, Engine], model: str, kind: str) -> None:
     body = ok(Client(create_app(engines[model])).get("/info"))
-    assert list(body["model_type"]) == [kind]
+    assert list(body["model_type"]) == ["classifier" if kind == "reward" else kind]  # which TEI has no name for
     assert body["model_id"] == model
     assert body["max_input_length"] == engines[model].max_model_len
     assert body["card"]["tasks"] == [task.value for task in engines[model].supported_tasks]

@@ -272,7 +272,8 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str, str]] = {
     "activation": ({"input": "a", "activation": "sigmoid"}, "activation", "no meaning for task 'embed'"),
     "priority": ({"input": "a", "priority": 2**63}, "priority", "less than"),
     "cache_salt": ({"input": "a", "cache_salt": ""}, "cache_salt", "at least 1"),
-    "late_chunking": ({"input": "a", "late_chunking": True}, "late_chunking", "embed_spans"),
+    "return_multivector": ({"input": "a", "return_multivector": True}, "return_multivector", "token_embed"),
+    "modality": ({"input": "a", "modality": "image"}, "modality", "text"),
     "embedding_type": ({"input": "a", "embedding_type": "int8", "embed_dtype": "int8"}, "embedding_type", "give one"),
 }
 

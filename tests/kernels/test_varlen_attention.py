@@ -44,6 +44,14 @@ def test_windows_and_soft_caps(
     compare(RAGGED, qkv, scale=32**-0.5, window=window, softcap=softcap)
 
 
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS.keys())
+def test_tokens_that_are_not_attended_to(window: tuple[int, int], kernels: None, device: torch.device) -> None:
+    q, k, v = heads(RAGGED, (4, 2), 32, device, torch.float32)
+    key_lengths_N = torch.tensor([3, 0, 40, 1, 130], dtype=torch.int32, device=device)
+    k[47:70], v[47:70] = 99.0, 99.0  # of the third sequence, behind its keys
+    compare(RAGGED, (q, k, v), scale=0.2, window=window, key_lengths_N=key_lengths_N)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [8, 32, 80, 128, 256])
 def test_head_sizes(size: int, dtype: torch.dtype, kernels: None, device: torch.device) -> None:

@@ -156,4 +156,4 @@ def test_a_layer_that_is_not_causal_cannot_have_a_prefix(window: tuple[int, int]
 
 def test_runs_are_neighbours_of_equal_length_and_prefix() -> None:
     attn = Case(((0, 5), (0, 5), (7, 5), (7, 5), (7, 6)), 2, 1).attn
-    assert [tuple(run) for run in attn.runs] == [(0, 0, 2, 5, 0), (10, 2, 2, 5, 7), (20, 4, 1, 6, 7)]
+    assert [tuple(run) for run in attn.runs] == [(0, 0, 2, 5, 0, 5), (10, 2, 2, 5, 7, 5), (20, 4, 1, 6, 7, 6)]

@@ -6,7 +6,8 @@ parsing of parameters is slower and its errors have a shape that no client of th
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 
 from fastapi import FastAPI
@@ -20,6 +21,7 @@ from anypool.engine.engine import Engine
 from anypool.entrypoints.serve.call import serve_call
 from anypool.entrypoints.serve.exchange import Exchange
 from anypool.entrypoints.serve.failures import answer_error
+from anypool.entrypoints.serve.fetching import ImageFetcher
 from anypool.entrypoints.serve.http_errors import HTTPError
 from anypool.entrypoints.serve.middleware import ExchangeMiddleware
 from anypool.entrypoints.serve.openapi import document
@@ -31,7 +33,9 @@ from anypool.errors import AnypoolError
 
 # What pages from other origins may send and read.
 _CORS_METHODS = ("GET", "POST", "HEAD", "OPTIONS")
-_CORS_HEADERS = ("Authorization", "Content-Type", "X-API-Key", "X-Request-Id", "X-Request-Timeout")
+_CORS_HEADERS = tuple(
+    "Authorization Content-Type X-API-Key X-Request-Id X-Request-Timeout Traceparent Tracestate".split()
+)
 _CORS_EXPOSED = tuple(
     "x-request-id x-total-time x-tokenization-time x-queue-time x-inference-time x-compute-tokens x-truncated-tokens "
     "retry-after metadata".split()
@@ -48,16 +52,21 @@ def create_app(engine: Engine | Sequence[Engine], options: ServerOptions | None 
     Raises:
         ConfigError: The file of keys holds none.
         OSError: It cannot be read.
+        MissingDependencyError: Traces are to be exported, and OpenTelemetry is not installed.
     """
     engines = [engine] if isinstance(engine, Engine) else list(engine)
     options = options or ServerOptions()
-    models = [ServedModel(one, trusts_templates=options.trust_request_chat_template) for one in engines]
+    fetch = ImageFetcher() if options.allow_image_urls else None
+    models = [
+        ServedModel(one, trusts_templates=options.trust_request_chat_template, fetch_image=fetch) for one in engines
+    ]
     state = ServerState(ServedModels(models), options)
     app = FastAPI(
         title="anypool",
         version=anypool.__version__,
         openapi_url=None,  # /openapi.json and /docs are among our routes, behind the key
         redirect_slashes=False,
+        lifespan=partial(_lifespan, state),
         exception_handlers={
             HTTPException: partial(_on_http_exception, state),
             **dict.fromkeys((AnypoolError, HTTPError, ClientDisconnect), partial(_on_error, state)),
@@ -80,20 +89,31 @@ def create_app(engine: Engine | Sequence[Engine], options: ServerOptions | None 
     return app
 
 
+@asynccontextmanager
+async def _lifespan(state: ServerState, app: FastAPI) -> AsyncIterator[None]:
+    yield
+    await state.close()
+
+
 def _add(app: FastAPI, state: ServerState, route: Route) -> None:
     endpoint = _endpoint(state, route)
     state.route_by_endpoint[endpoint] = route
     for path in route.paths:  # a name at the end takes slashes too, as names on the hub have one
         app.add_route(path.replace("}", ":path}"), endpoint, methods=list(route.methods))
+        if route.calls and "POST" in route.methods and "{" not in path:
+            state.endpoint_by_path[path] = endpoint
 
 
 def _endpoint(state: ServerState, route: Route) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         exchange = Exchange.of(request)
         state.admit(exchange)
+        if exchange.path.endswith("\n"):  # which the end of Starlette's pattern matches too
+            raise HTTPException(404)
         if route.answer is not None and (request.method in ("GET", "HEAD") or not route.calls):
             return route.answer(state, exchange)
-        return await serve_call(state, exchange, route.calls)
+        with state.turn():
+            return await serve_call(state, exchange, route.calls)
 
     return endpoint
 
@@ -107,17 +127,24 @@ async def _on_http_exception(state: ServerState, request: Request, error: HTTPEx
     exchange = Exchange.of(request)
     try:
         state.admit(exchange)
-        failure = _in_our_words(error, exchange, state.route(exchange))
+        failure = _in_our_words(error, exchange, _methods(state, exchange))
     except HTTPError as refusal:
         failure = refusal
     return answer_error(state, exchange, failure)
 
 
-def _in_our_words(error: HTTPException, exchange: Exchange, route: Route | None) -> HTTPError:
-    if error.status_code == 404:
+def _methods(state: ServerState, exchange: Exchange) -> list[str]:
+    """What a request's path takes; two routes may share one."""
+    found = state.route(exchange)
+    sharing = [route for route in state.routes if route is found or exchange.path in route.paths]
+    return [] if found is None else [method for route in sharing for method in route.methods]
+
+
+def _in_our_words(error: HTTPException, exchange: Exchange, methods: Sequence[str]) -> HTTPError:
+    if error.status_code == 404 or exchange.path.endswith("\n"):
         return HTTPError(404, f"there is no {exchange.path!r:.200} here; GET /docs lists the routes", code="not_found")
-    if error.status_code == 405 and route is not None:
-        allowed = ", ".join(route.methods)
+    if error.status_code == 405 and methods:
+        allowed = ", ".join(methods)
         return HTTPError(
             405,
             f"{exchange.path} takes {allowed}, not {exchange.request.method}",

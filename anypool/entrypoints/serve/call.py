@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
-from anypool.engine.async_engine import ServingOptions
+from anypool.engine.async_engine import SMALL, ServingOptions
 from anypool.engine.request import Request, leaves
 from anypool.entrypoints.serve.encoding import Stamp
 from anypool.entrypoints.serve.exchange import Exchange
@@ -84,6 +84,9 @@ async def serve_call(state: ServerState, exchange: Exchange, calls: Sequence[Cal
     """
     options = state.options
     timeout_s = _timeout(exchange, options.request_timeout)
+    coding = exchange.header("content-encoding")
+    if coding is not None and coding.lower() != "identity":
+        raise HTTPError(415, f"Content-Encoding: {coding!r:.80} is not taken: send the body as it is")
     body = await exchange.read_body(options.max_body_bytes, min(timeout_s, options.body_timeout))
     if len(body) <= _INLINE_BYTES:
         asked, call, model = _parse(state, exchange, body, calls)
@@ -108,7 +111,10 @@ async def serve_call(state: ServerState, exchange: Exchange, calls: Sequence[Cal
     serving = ServingOptions(
         priority=asked.priority or 0, timeout_s=None if left_s == math.inf else left_s, cache_salt=asked.cache_salt
     )
-    _, results = await exchange.unless_gone(model.async_engine.serve(prepare, serving, size=len(body)))
+    # A template of the request's may run for seconds: by itself, then, and on a thread.
+    has_template = getattr(asked, "chat_template", None) is not None
+    size = max(len(body), asked.least_size, SMALL if has_template else 0)
+    _, results = await exchange.unless_gone(model.async_engine.serve(prepare, serving, size=size))
     [work] = works
     if sum(result.numel() for result in results) <= _INLINE_NUMBERS:
         answer = work.encode(results, stamp)
@@ -192,18 +198,19 @@ def _note(state: ServerState, exchange: Exchange, answer: Response, work: Work, 
     """Timing headers as text-embeddings-inference has them, in milliseconds; what was cut; what metrics count."""
     ran = leaves(work.requests)
     exchange.inputs, exchange.tokens = len(work.requests), sum(map(len, ran))
-    queue_s = max((one.started - one.submitted for one in ran if one.started), default=0.0)
+    exchange.prepare_s = prepare_s
+    exchange.queue_s = max((one.started - one.submitted for one in ran if one.started), default=0.0)
     started = min((one.started for one in ran if one.started), default=0.0)
-    inference_s = max((one.finished for one in ran), default=0.0) - started if started else 0.0
+    exchange.inference_s = max((one.finished for one in ran), default=0.0) - started if started else 0.0
     truncated = work.cut + sum(request.num_truncated_tokens for request in work.requests)
     headers = answer.headers
     headers["x-compute-tokens"] = str(exchange.tokens)
     headers["x-tokenization-time"] = _milliseconds(prepare_s)
-    headers["x-queue-time"] = _milliseconds(queue_s)
-    headers["x-inference-time"] = _milliseconds(inference_s)
+    headers["x-queue-time"] = _milliseconds(exchange.queue_s)
+    headers["x-inference-time"] = _milliseconds(exchange.inference_s)
     if truncated:
         headers["x-truncated-tokens"] = str(truncated)
-    state.metrics.ran(exchange, prepare_s=prepare_s, queue_s=queue_s, inference_s=inference_s)
+    state.metrics.ran(exchange)
 
 
 def _milliseconds(seconds: float) -> str:

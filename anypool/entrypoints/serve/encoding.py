@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from starlette.responses import Response
 from anypool.engine.request import Request, leaves
 from anypool.errors import InvalidParameterError
 from anypool.pooling.quantize import quantize_embeddings
+from anypool.pooling.sparse import unpack_weights
 
 # Rows of one response in the form "bytes", whose description is a header, which clients bound.
 _MOST_DESCRIBED = 128
@@ -101,6 +103,19 @@ def json_of(numbers: Any) -> orjson.Fragment:
     return orjson.Fragment(orjson.dumps(numbers, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
+def sparse_of(rows_K2: torch.Tensor) -> dict[str, orjson.Fragment]:
+    """A packed sparse vector as JSON has it: indices, ascending, and values."""
+    indices_K, values_K = unpack_weights(rows_K2)
+    return {"indices": json_of(indices_K.numpy()), "values": json_of(values_K.numpy())}
+
+
+def pairs_of(rows_K2: torch.Tensor) -> bytes:
+    """A packed sparse vector as text-embeddings-inference has it: an object for each weight."""
+    indices_K, values_K = unpack_weights(rows_K2)
+    values = orjson.loads(orjson.dumps(values_K.numpy(), option=orjson.OPT_SERIALIZE_NUMPY))  # as short as float32 is
+    return orjson.dumps([{"index": i, "value": v} for i, v in zip(indices_K.tolist(), values, strict=True)])
+
+
 def base64_of(row: NDArray[Any]) -> str:
     return base64.b64encode(row.data).decode("ascii")
 
@@ -118,6 +133,7 @@ def rows_answer(
     kind: str,
     key: str,
     shapes: bool = False,
+    extras: Sequence[dict[str, Any]] | None = None,
 ) -> Response:
     """A response with an entry per result.
 
@@ -129,6 +145,7 @@ def rows_answer(
         kind: `object` of each entry.
         key: Under which the numbers stand.
         shapes: Whether base64 comes with its shape.
+        extras: Further fields of each entry; bytes have no place for them.
     """
     if form.encoding in ("bytes", "bytes_only"):
         return _bytes_answer(rows, form, head, usage)
@@ -143,6 +160,38 @@ def rows_answer(
             {"object": kind, "index": index, key: json_of(np.ascontiguousarray(form.numbers(row)))}
             for index, row in enumerate(rows)
         ]
+    _add(data, extras)
+    return json_answer({**head, "data": data, "usage": usage})
+
+
+def check_plain(form: Form) -> None:
+    """Refuses other forms than JSON numbers, which sparse vectors and results of several tasks do not have."""
+    if form != Form():
+        raise InvalidParameterError(
+            "sparse vectors and results of several tasks are sent as JSON numbers: leave encoding_format, embed_dtype "
+            "and endianness out",
+            param="encoding_format",
+        )
+
+
+def _add(data: list[dict[str, Any]], extras: Sequence[dict[str, Any]] | None) -> None:
+    if extras is not None:
+        for entry, more in zip(data, extras, strict=True):
+            entry.update(more)
+
+
+def objects_answer(
+    values: Sequence[Any],
+    head: dict[str, Any],
+    usage: dict[str, Any],
+    *,
+    kind: str,
+    key: str,
+    extras: Sequence[dict[str, Any]] | None = None,
+) -> Response:
+    """A response with an entry per result that is more than numbers: a sparse vector, or several results."""
+    data = [{"object": kind, "index": index, key: value} for index, value in enumerate(values)]
+    _add(data, extras)
     return json_answer({**head, "data": data, "usage": usage})
 
 
@@ -160,9 +209,8 @@ def _bytes_answer(
                 f"{_MOST_DESCRIBED}: use bytes_only, or send several requests",
                 param="encoding_format",
             )
-        answer.headers["metadata"] = orjson.dumps(
-            {**head, "data": list(_places(packed, form)), "usage": usage}
-        ).decode()
+        # In ASCII: the request's id, which may hold anything, is in it, and headers hold little more.
+        answer.headers["metadata"] = json.dumps({**head, "data": list(_places(packed, form)), "usage": usage})
     return answer
 
 

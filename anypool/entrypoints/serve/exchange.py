@@ -31,17 +31,21 @@ class Exchange:
         style: In whose shape errors are answered.
         model: Name of the model that serves it, once known.
         inputs, tokens: How many there are, once known.
+        prepare_s, queue_s, inference_s: Seconds for checking and tokenising, in the queue and in the model, once known.
     """
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.began = time.perf_counter()
-        self.request_id = _request_id(request.headers.get("x-request-id"))
+        # The first of each name, as Starlette's Headers say, which go through all of them for every look.
+        self._headers: dict[bytes, bytes] = dict(reversed(request.scope["headers"]))
+        self.request_id = _request_id(self.header("x-request-id"))
         self.path: str = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
         self.style = ErrorStyle.OPENAI
         self.model = ""
         self.inputs = 0
         self.tokens = 0
+        self.prepare_s = self.queue_s = self.inference_s = 0.0
 
     @staticmethod
     def of(request: Request) -> Exchange:
@@ -50,8 +54,9 @@ class Exchange:
         return found
 
     def header(self, name: str) -> str | None:
-        """A header of the request."""
-        return self.request.headers.get(name)
+        """A header of the request, by its name in lower case."""
+        found = self._headers.get(name.encode())
+        return None if found is None else found.decode("latin-1")
 
     async def read_body(self, limit: int, timeout_s: float) -> bytes:
         """The body.

@@ -105,13 +105,13 @@ class ServerMetrics:
         """A request has come."""
         self.running += 1
 
-    def ran(self, exchange: Exchange, *, prepare_s: float, queue_s: float, inference_s: float) -> None:
+    def ran(self, exchange: Exchange) -> None:
         """A request has run on a model."""
         self.input_tokens.observe(exchange.tokens)
         for group in self._groups_by_path.get(exchange.path, ()):
-            group.tokenization.observe(prepare_s)
-            group.queue.observe(queue_s)
-            group.inference.observe(inference_s)
+            group.tokenization.observe(exchange.prepare_s)
+            group.queue.observe(exchange.queue_s)
+            group.inference.observe(exchange.inference_s)
 
     def failed(self, failure: Failure) -> None:
         """A request is answered with an error."""

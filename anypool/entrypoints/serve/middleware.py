@@ -44,8 +44,14 @@ class ExchangeMiddleware:
             await send(message)
 
         self._state.metrics.began()
+        endpoint = self._state.endpoint_by_path.get(exchange.path) if scope["method"] == "POST" else None
         try:
-            await self.app(scope, receive, noting)
+            if endpoint is not None:  # where it leads is known: past the layers that look for it
+                scope["endpoint"] = endpoint
+                response = await endpoint(request)
+                await response(scope, receive, noting)
+            else:
+                await self.app(scope, receive, noting)
         except (Exception, asyncio.CancelledError) as error:
             if is_answered or (isinstance(error, asyncio.CancelledError) and not self._state.is_draining):
                 raise
@@ -65,6 +71,9 @@ class ExchangeMiddleware:
             (b"x-request-id", exchange.request_id.encode()),
             (b"x-total-time", b"%.3f" % total_ms),
         ]
-        self._state.metrics.ended(exchange, self._state.route(exchange), status)
+        route = self._state.route(exchange)
+        self._state.metrics.ended(exchange, route, status)
         if self._state.log is not None:
             self._state.log.write(exchange, status)
+        if self._state.tracing is not None:
+            self._state.tracing.write(exchange, route, status)

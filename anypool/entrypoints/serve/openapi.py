@@ -60,9 +60,13 @@ def _schemas(routes: Iterable[Route]) -> Iterable[tuple[JsonSchemaMode, Iterable
 
 def _operation(route: Route, path: str, method: str, *, has_keys: bool) -> dict[str, Any]:
     operation: dict[str, Any] = {"summary": route.summary, "operationId": f"{method.lower()}{path}"}
+    parameters = [(name, "query") for name in route.query]
     if "{" in path:
+        parameters.append((path.partition("{")[2][:-1], "path"))
+    if parameters:
         operation["parameters"] = [
-            {"name": path.partition("{")[2][:-1], "in": "path", "required": True, "schema": {"type": "string"}}
+            {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}}
+            for name, place in parameters
         ]
     if route.calls:
         body = _any_of([call.schema for call in route.calls])

@@ -21,9 +21,16 @@ _USES: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True)
 class NamedPrompts:
-    """A model's prompts by name, found by whatever name a client has for them."""
+    """A model's prompts by name, found by whatever name a client has for them.
+
+    Attributes:
+        prompts: The texts.
+        has_sides: Whether the model reads queries and documents each in its way, with a prompt of its own where it has
+            one: what a text is then says no more than that.
+    """
 
     prompts: Mapping[str, str] = field(default_factory=dict)
+    has_sides: bool = False
 
     def choose(
         self, *, prompt: str | None, prompt_name: str | None, input_type: str | None, task: str | None
@@ -47,7 +54,27 @@ class NamedPrompts:
             return None, value
         if name == "prompt_name":
             return value, None  # the engine knows which there are
+        if self.has_sides:
+            self.is_query(**{name: value})
+            return None, None
         return self._for_use(name, value)
+
+    def is_query(self, *, input_type: str | None = None, task: str | None = None) -> bool | None:
+        """Which side a text is on, by the words for what it is; None where there are none.
+
+        Raises:
+            InvalidParameterError: It is neither a query nor a document.
+        """
+        for name, word in (("input_type", input_type), ("task", task)):
+            if word is not None and word.lower() in _QUERY:
+                return True
+            if word is not None and word.lower() in _DOCUMENT:
+                return False
+            if word is not None:
+                raise InvalidParameterError(
+                    f"{name}={word!r} means nothing to this model, which knows 'query' and 'document'", param=name
+                )
+        return None
 
     def _for_use(self, name: str, word: str) -> tuple[str | None, str | None]:
         """The prompt for a use. A model that has none for documents takes them bare; for others its default applies."""

@@ -28,6 +28,7 @@ class Route:
         calls: The forms of body that it takes.
         answer: What it answers.
         response: The schema of `answer`.
+        query: Names that the URL may have after a `?`.
         style: In whose shape errors are before the body is known.
         is_public: Whether it answers without a key.
         is_shown: Whether the OpenAPI document has it.
@@ -39,6 +40,7 @@ class Route:
     calls: tuple[Call, ...] = ()
     answer: Callable[[ServerState, Exchange], Response] | None = None
     response: type[BaseModel] | None = None
+    query: tuple[str, ...] = ()
     style: ErrorStyle = ErrorStyle.OPENAI
     is_public: bool = False
     is_shown: bool = True

@@ -18,6 +18,7 @@ from anypool.config import require
 from anypool.engine.engine import Engine
 from anypool.entrypoints.serve.access_log import JsonFormatter
 from anypool.entrypoints.serve.app import create_app
+from anypool.entrypoints.serve.protocol import BoundedProtocol
 from anypool.entrypoints.serve.state import ServerState
 from anypool.entrypoints.server_options import ServerOptions
 
@@ -63,6 +64,7 @@ def serve(engines: Sequence[Engine], sock: socket.socket, options: ServerOptions
     app = create_app(engines, options)
     config = uvicorn.Config(
         app,
+        http=BoundedProtocol,
         access_log=False,
         log_config=None,
         backlog=_BACKLOG,
@@ -102,7 +104,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for sock in sockets or ():
-            print(_greeting(sock, is_secure=self.config.is_ssl), file=sys.stderr, flush=True)
+            print(_greeting(sock, self._options, is_secure=self.config.is_ssl), file=sys.stderr, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal begins the end, the second does not wait for it."""
@@ -120,8 +122,10 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def _greeting(sock: socket.socket, *, is_secure: bool) -> str:
+def _greeting(sock: socket.socket, options: ServerOptions, *, is_secure: bool) -> str:
     host, port = sock.getsockname()[:2]
     url = f"{'https' if is_secure else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
     curl = f"""curl {url}/v1/embeddings -H 'Content-Type: application/json' -d '{{"input": "Hello"}}'"""
-    return f"anypool serves on {url} (docs: {url}/docs)\n{curl}"
+    shown = (("page", "/", options.page), ("docs", "/docs", options.docs))
+    places = ", ".join(f"{name}: {url}{path}" for name, path, is_on in shown if is_on)
+    return f"anypool serves on {url}{f' ({places})' if places else ''}\n{curl}"

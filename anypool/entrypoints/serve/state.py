@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from anypool.entrypoints.serve.access_log import AccessLog
 from anypool.entrypoints.serve.auth import Keys
@@ -11,7 +17,9 @@ from anypool.entrypoints.serve.metrics import ServerMetrics
 from anypool.entrypoints.serve.route import Route
 from anypool.entrypoints.serve.routes.table import ROUTES
 from anypool.entrypoints.serve.served import ServedModels
+from anypool.entrypoints.serve.tracing import Tracing
 from anypool.entrypoints.server_options import ServerOptions
+from anypool.errors import OverloadedError
 
 
 class ServerState:
@@ -25,8 +33,10 @@ class ServerState:
         keys: Who may call.
         routes: What is on.
         route_by_endpoint: The route that each of the application's endpoints serves.
+        endpoint_by_path: The endpoints that run models, which take POST.
         metrics: What is counted.
         log: The access log, where one is kept.
+        tracing: What writes spans, where a collector is named.
         is_draining: Whether it is about to end, so that it is not ready any more.
         hidden: What messages must not name, and what they name in its place: a path of this machine is nobody's
             business.
@@ -37,17 +47,46 @@ class ServerState:
         self.keys = Keys(options.api_key, options.api_key_file)
         self.routes = [route for route in ROUTES if self._is_on(route)]
         self.route_by_endpoint: dict[Any, Route] = {}
+        self.endpoint_by_path: dict[str, Callable[[Request], Awaitable[Response]]] = {}
         self.metrics = ServerMetrics(models, [path for route in self.routes for path in route.paths])
         self.log = AccessLog(options.log_format) if options.access_log else None
+        endpoint = options.otlp_traces_endpoint
+        self.tracing = None if endpoint is None else Tracing(endpoint)
         self.is_draining = False
+        self._running = 0
         self.hidden = [
             (model.engine.config.model, model.name) for model in models if model.engine.config.model != model.name
         ]
 
     def _is_on(self, route: Route) -> bool:
-        if "/metrics" in route.paths:
-            return self.options.metrics
-        return self.options.docs or not {"/docs", "/openapi.json"} & set(route.paths)
+        switch = {
+            "/metrics": self.options.metrics,
+            "/docs": self.options.docs,
+            "/openapi.json": self.options.docs,
+            "/": self.options.page,
+        }
+        return switch.get(route.paths[0], True)
+
+    async def close(self) -> None:
+        """Ends what runs beside the engines."""
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Around a request that runs a model. It is refused before its body is read, so that refusing costs little.
+
+        Raises:
+            OverloadedError: So many are being served already.
+        """
+        most = self.options.max_concurrent_requests
+        if most is not None and self._running >= most:
+            raise OverloadedError(f"{most:,} requests are being served, the limit: try again later", retry_after_s=1)
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
 
     def route(self, exchange: Exchange) -> Route | None:
         """The route at a request's path, whatever its method; known once the application has looked for it."""

@@ -26,6 +26,7 @@ def varlen_attention(
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
     prefix: PagedKeys | None = None,
+    key_lengths_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(softcap(q k^T scale)) v within each sequence; products are summed and the softmax is made in float32.
 
@@ -41,6 +42,8 @@ def varlen_attention(
         softcap: c in c tanh(score / c), as in Gemma 2 (arXiv:2408.00118, section 2).
         sinks_H: `[H]` one extra score per head that takes part in the softmax and has no value, as in gpt-oss.
         prefix: Keys that stand before those of each sequence.
+        key_lengths_N: `[N]` int32 how many of a sequence's own tokens, the leading ones, are attended to; None for all.
+            A query that sees no key gets 0.
 
     Returns:
         `[T, H, V]` in the dtype of `q_THK`.
@@ -50,7 +53,16 @@ def varlen_attention(
     assert cu_seqlens.dtype == torch.int32 and (softcap is None or softcap > 0)
     if not uses_triton(q_THK) or max(q_THK.shape[2], v_TGV.shape[2]) > LARGEST_HEAD:
         return reference.varlen_attention(
-            q_THK, k_TGK, v_TGV, cu_seqlens, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H, prefix=prefix
+            q_THK,
+            k_TGK,
+            v_TGV,
+            cu_seqlens,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks_H=sinks_H,
+            prefix=prefix,
+            key_lengths_N=key_lengths_N,
         )
     from anypool.kernels.varlen_attention import triton
 
@@ -65,4 +77,5 @@ def varlen_attention(
         softcap=softcap,
         sinks_H=sinks_H,
         prefix=prefix,
+        key_lengths_N=key_lengths_N,
     )

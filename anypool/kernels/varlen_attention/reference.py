@@ -20,6 +20,7 @@ def varlen_attention(
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
     prefix: PagedKeys | None = None,
+    key_lengths_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`[T, H, V]` in the dtype of `q_THK`; arguments as for the public function."""
     out_THV = q_THK.new_empty(*q_THK.shape[:2], v_TGV.shape[2])
@@ -36,11 +37,14 @@ def varlen_attention(
         if softcap is not None:
             scores_HLS = softcap * torch.tanh(scores_HLS / softcap)
         visible_LS = _visible(stop - start, len(k_SGK), window, q_THK.device)
+        if key_lengths_N is not None:
+            visible_LS[:, len(k_SGK) - (stop - start) + int(key_lengths_N[i]) :] = False
         scores_HLS = scores_HLS.masked_fill(~visible_LS, float("-inf"))
         if sinks_H is not None:
             sinks_HL1 = sinks_H.float()[:, None, None].expand(-1, stop - start, 1)
             scores_HLS = torch.cat([scores_HLS, sinks_HL1], dim=-1)
         probs_HLS = scores_HLS.softmax(dim=-1)[..., : len(k_SGK)]
+        probs_HLS = probs_HLS.masked_fill(~visible_LS.any(dim=1, keepdim=True), 0.0)
         out_THV[start:stop] = (probs_HLS @ v_HSV).transpose(0, 1).to(out_THV.dtype)
     return out_THV
 

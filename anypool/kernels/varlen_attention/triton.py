@@ -76,6 +76,7 @@ def varlen_attention_kernel(
     prefix_v_ptr,
     tables_ptr,
     prefix_lengths_ptr,
+    key_lengths_ptr,
     q_token_stride,
     q_head_stride,
     k_token_stride,
@@ -155,14 +156,17 @@ def varlen_attention_kernel(
                 acc, total, most, q, k, v, query, key, before, scale, softcap, LEFT, RIGHT, SOFTCAP, UPCAST
             )
 
-    lowest, highest = 0, length
+    keys = length
+    if key_lengths_ptr is not None:
+        keys = tl.load(key_lengths_ptr + sequence)
+    lowest, highest = 0, keys
     if LEFT >= 0:
         lowest = tl.maximum(first - LEFT, 0) // BLOCK_N * BLOCK_N
     if RIGHT >= 0:
-        highest = tl.minimum(first + BLOCK_M + RIGHT, length)
+        highest = tl.minimum(first + BLOCK_M + RIGHT, keys)
     for start in range(lowest, highest, BLOCK_N):
         own = start + tl.arange(0, BLOCK_N)
-        there = (own < length)[:, None]
+        there = (own < keys)[:, None]
         token = (begin + own)[:, None]
         k = tl.load(
             k_ptr + token * k_token_stride + group * k_head_stride + column_k[None, :],
@@ -183,7 +187,7 @@ def varlen_attention_kernel(
             v,
             query,
             before + own,
-            before + length,
+            before + keys,
             scale,
             softcap,
             LEFT,
@@ -192,7 +196,7 @@ def varlen_attention_kernel(
             UPCAST,
         )
 
-    total = tl.where(total == 0.0, 1.0, total)  # rows behind the sequence, which saw nothing and are not stored
+    total = tl.where(total == 0.0, 1.0, total)  # rows that saw nothing
     out = acc / total[:, None]
     tl.store(
         out_ptr + (begin + rows)[:, None] * out_token_stride + head * out_head_stride + column_v[None, :],
@@ -213,6 +217,7 @@ def varlen_attention(
     softcap: float | None,
     sinks_H: torch.Tensor | None,
     prefix: PagedKeys | None,
+    key_lengths_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`[T, H, V]`; arguments as for the public function."""
     q_THK, k_TGK, v_TGV = map(with_plain_rows, (q_THK, k_TGK, v_TGV))
@@ -235,6 +240,7 @@ def varlen_attention(
             prefix_v,
             None if prefix is None else prefix.tables_NB,
             None if prefix is None else prefix.lengths_N,
+            key_lengths_N,
             *_strides(q_THK),
             *_strides(k_TGK),
             *_strides(v_TGV),

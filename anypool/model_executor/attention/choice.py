@@ -29,6 +29,7 @@ class Layer:
         dtype: Of queries, keys and values.
         key_size, value_size: Of a head.
         has_softcap, has_sinks, has_bias, has_prefix: What is beside queries and keys.
+        has_fewer_keys: Whether some tokens are not attended to.
     """
 
     dtype: torch.dtype
@@ -38,6 +39,7 @@ class Layer:
     has_sinks: bool = False
     has_bias: bool = False
     has_prefix: bool = False
+    has_fewer_keys: bool = False
 
 
 def choose_attention(layer: Layer, *, has_varlen: bool, has_triton: bool) -> Way:
@@ -50,7 +52,7 @@ def choose_attention(layer: Layer, *, has_varlen: bool, has_triton: bool) -> Way
     """
     if layer.has_bias:  # one table of scores per head, which neither takes
         return "grouped"
-    is_plain = not (layer.has_softcap or layer.has_sinks or layer.has_prefix)
+    is_plain = not (layer.has_softcap or layer.has_sinks or layer.has_prefix or layer.has_fewer_keys)
     is_half = layer.dtype in (torch.float16, torch.bfloat16)
     fits = layer.key_size == layer.value_size and layer.key_size % 8 == 0 and layer.key_size <= 256
     if has_varlen and is_plain and is_half and fits:

@@ -71,7 +71,7 @@ def grouped_attention(
         for group in attn.padded_groups(window):
             group.attend(q_THK, k_TGK, v_TGK, out_THK, scale=scale, causal=window[1] == 0)
     for run in _parts(attn, k_TGK[0].numel()):
-        if pads and is_padded(run.length, window):
+        if pads and is_padded(run.length, run.keys, window):
             continue
         n, length = run.sequences, run.length
         rows = slice(run.row, run.row + n * length)
@@ -81,6 +81,8 @@ def grouped_attention(
             assert attn.prefix is not None and layer is not None
             k_NGSK, v_NGSK, origin = _after_prefix(k_NGSK, v_NGSK, attn.prefix, layer, run, window[0])
         out_NLHK = out_THK[rows].unflatten(0, (n, length))
+        if run.keys < length:
+            out_NLHK[:, _seeing(run, window) - run.before :].zero_()
         written_out = scoring.is_written_out(q_THK, length)
         for queries, keys, plain in _blocks(run, window, q_THK.shape[1], written_out=written_out):
             own, seen = _shifted(queries, run.before), _shifted(keys, origin)
@@ -189,10 +191,10 @@ def _blocks(run: Run, window: tuple[int, int], heads: int, *, written_out: bool)
     Both are positions: the first query's is `run.before`. Written out, a causal layer is cut into blocks as well.
     """
     left, right = window
-    end = run.before + run.length
+    end, last = _seeing(run, window), run.before + run.keys
     all_seen = (left < 0 or left >= end - 1) and (right <= 0 or right >= end - 1)
-    if run.before == 0 and all_seen and not (written_out and right == 0):
-        yield slice(0, end), slice(0, end), True
+    if run.before == 0 and all_seen and not (right == 0 and (written_out or last < end)):
+        yield slice(0, end), slice(0, last), True
         return
     block = _QUERY_BLOCK
     if run.before > 0 and written_out:  # scores against a long prefix are many
@@ -202,5 +204,15 @@ def _blocks(run: Run, window: tuple[int, int], heads: int, *, written_out: bool)
     for start in range(run.before, end, block):
         stop = min(end, start + block)
         lowest = 0 if left < 0 else max(0, start - left)
-        highest = end if right < 0 else min(end, stop + right)
-        yield slice(start, stop), slice(lowest, highest), run.before > 0 and stop - start == 1
+        highest = last if right < 0 else min(last, stop + right)
+        is_alone = run.before > 0 and run.keys == run.length and stop - start == 1
+        is_behind = (
+            left < 0 and start > 0 and last <= start + 1
+        )  # all that is seen lies before the first query, or is it
+        yield slice(start, stop), slice(lowest, highest), is_alone or is_behind
+
+
+def _seeing(run: Run, window: tuple[int, int]) -> int:
+    """The position up to which queries see a key. Those behind it, further from the last key than the window, get 0."""
+    end = run.before + run.length
+    return end if window[0] < 0 else min(end, run.before + run.keys + window[0])

@@ -59,6 +59,7 @@ class Attention:
             has_sinks=sinks_H is not None,
             has_bias=bias_HMM is not None,
             has_prefix=attn.prefix is not None and any(attn.prefix.lengths),
+            has_fewer_keys=attn.key_lengths is not None,
         )
         way = attention_way(layer, q_THK)
         if way == "varlen":

@@ -21,6 +21,7 @@ class Run(NamedTuple):
         sequences: How many there are.
         length: Tokens of each.
         before: Keys before the queries of each.
+        keys: How many of its own tokens, the leading ones, each attends to.
     """
 
     row: int
@@ -28,6 +29,7 @@ class Run(NamedTuple):
     sequences: int
     length: int
     before: int
+    keys: int
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ class AttentionMetadata:
         cu_seqlens: `[N+1]` int32 on the device: sequence i is rows `cu_seqlens[i]:cu_seqlens[i+1]`.
         prompt_lengths: Tokens of the whole prompt that each sequence is a part of; `lengths` where it is all of it.
         prefix: Cached keys before the queries; None for a batch of whole prompts of which nothing is kept.
+        key_lengths: Leading tokens per sequence that are attended to, each at least 1. The others attend to these and
+            not to each other, as the mask tokens do that expand a query in ColBERT. None where all are.
+        key_lengths_N: `[N]` int32 the same on the device.
         is_static: Whether `cu_seqlens` changes under a CUDA graph. Then there are no `lengths`, since who computed with
             those of one batch would be wrong about the next; `prompt_lengths` says how long a sequence may be.
     """
@@ -47,6 +52,8 @@ class AttentionMetadata:
     cu_seqlens: torch.Tensor
     prompt_lengths: tuple[int, ...]
     prefix: PrefixKeys | None = None
+    key_lengths: tuple[int, ...] | None = None
+    key_lengths_N: torch.Tensor | None = None
     is_static: bool = False
 
     @classmethod
@@ -57,10 +64,13 @@ class AttentionMetadata:
         *,
         prompt_lengths: tuple[int, ...] | None = None,
         prefix: PrefixKeys | None = None,
+        key_lengths: tuple[int, ...] | None = None,
     ) -> AttentionMetadata:
         cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         torch.cumsum(torch.tensor(lengths, dtype=torch.int32), 0, out=cu_seqlens[1:])
-        return cls(lengths, cu_seqlens.to(device), lengths if prompt_lengths is None else prompt_lengths, prefix)
+        keys_N = None if key_lengths is None else torch.tensor(key_lengths, dtype=torch.int32, device=device)
+        prompts = lengths if prompt_lengths is None else prompt_lengths
+        return cls(lengths, cu_seqlens.to(device), prompts, prefix, key_lengths, keys_N)
 
     def extended(self, count: int) -> AttentionMetadata:
         """With so many sequences of one token behind these, which see nothing but themselves and are not stored."""
@@ -70,6 +80,7 @@ class AttentionMetadata:
             device,
             prompt_lengths=(*self.prompt_lengths, *ones),
             prefix=None if self.prefix is None else self.prefix.extended(count),
+            key_lengths=None if self.key_lengths is None else (*self.key_lengths, *ones),
         )
 
     @cached_property
@@ -79,23 +90,28 @@ class AttentionMetadata:
     def padded_groups(self, window: tuple[int, int]) -> tuple[PaddedGroup, ...]:
         """The groups of near lengths, for the layers of a window; made by the first of them."""
         if window not in self._padded_groups:
-            self._padded_groups[window] = tuple(padded_groups(self.lengths, window))
+            self._padded_groups[window] = tuple(padded_groups(self.lengths, self.key_counts, window))
         return self._padded_groups[window]
 
     @cached_property
     def _padded_groups(self) -> dict[tuple[int, int], tuple[PaddedGroup, ...]]:
         return {}
 
+    @property
+    def key_counts(self) -> tuple[int, ...]:
+        """Tokens per sequence that are attended to."""
+        return self.lengths if self.key_lengths is None else self.key_lengths
+
     @cached_property
     def runs(self) -> tuple[Run, ...]:
         """All sequences in order, as few runs as there can be."""
         found: list[Run] = []
         row = 0
-        for i, length in enumerate(self.lengths):
+        for i, (length, keys) in enumerate(zip(self.lengths, self.key_counts, strict=True)):
             before = 0 if self.prefix is None else self.prefix.lengths[i]
-            if found and (found[-1].length, found[-1].before) == (length, before):
+            if found and found[-1][3:] == (length, before, keys):
                 found[-1] = found[-1]._replace(sequences=found[-1].sequences + 1)
             else:
-                found.append(Run(row, i, 1, length, before))
+                found.append(Run(row, i, 1, length, before, keys))
             row += length
         return tuple(found)

@@ -67,4 +67,5 @@ def kernel_attention(
         softcap=softcap,
         sinks_H=sinks_H,
         prefix=paged,
+        key_lengths_N=attn.key_lengths_N,
     )

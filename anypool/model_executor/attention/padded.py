@@ -31,7 +31,8 @@ class PaddedGroup:
         count, length: How many they are, and their length with padding.
         sources: `[count * length]` the row that stands at each place.
         places: The place of each of their rows.
-        mask_N11S: `[count, 1, 1, length]` bfloat16, added to scores: -infinity where a place is padding.
+        mask_N11S: `[count, 1, 1, length]` bfloat16, added to scores: -infinity where a place is padding, or a token
+            that is not attended to.
     """
 
     rows: slice
@@ -68,35 +69,41 @@ class PaddedGroup:
         torch.index_select(out_NHLK.transpose(1, 2).flatten(0, 1), 0, self.places, out=out_THK[self.rows])
 
 
-def is_padded(length: int, window: tuple[int, int]) -> bool:
-    """Whether sequences of this length are padded in a layer with this window: it must not cut into them."""
+def is_padded(length: int, keys: int, window: tuple[int, int]) -> bool:
+    """Whether sequences of this length are padded in a layer with this window: it must not cut into them.
+
+    Nor are those of a causal layer with fewer keys, since there padding is hidden by standing last.
+    """
     left, right = window
+    if right == 0 and keys < length:
+        return False
     most = min(_LONGEST, left + 1 if left >= 0 else _LONGEST, right + 1 if right > 0 else _LONGEST)
     return length >= _SHORTEST and _rounded(length) <= most
 
 
-def padded_groups(lengths: tuple[int, ...], window: tuple[int, int]) -> Iterator[PaddedGroup]:
+def padded_groups(lengths: tuple[int, ...], keys: tuple[int, ...], window: tuple[int, int]) -> Iterator[PaddedGroup]:
     """The groups of neighbours whose rounded lengths are equal, leaving out sequences that are not padded."""
     row = 0
-    for padded, neighbours in groupby(lengths, lambda n: _rounded(n) if is_padded(n, window) else 0):
+    sizes = zip(lengths, keys, strict=True)
+    for padded, neighbours in groupby(sizes, lambda n: _rounded(n[0]) if is_padded(n[0], n[1], window) else 0):
         own = list(neighbours)
         if padded:
             yield _group(row, own, padded)
-        row += sum(own)
+        row += sum(length for length, _ in own)
 
 
-def _group(row: int, lengths: list[int], padded: int) -> PaddedGroup:
-    lengths_N1 = torch.tensor(lengths).unsqueeze(1)
+def _group(row: int, sizes: list[tuple[int, int]], padded: int) -> PaddedGroup:
+    lengths_N1, keys_N1 = torch.tensor(sizes).split(1, dim=1)
     starts_N1 = row + lengths_N1.cumsum(0) - lengths_N1
     place_S = torch.arange(padded)
     hidden_NS = place_S >= lengths_N1
     return PaddedGroup(
-        rows=slice(row, row + sum(lengths)),
-        count=len(lengths),
+        rows=slice(row, row + int(lengths_N1.sum())),
+        count=len(sizes),
         length=padded,
         sources=(starts_N1 + place_S.masked_fill(hidden_NS, 0)).flatten(),
         places=(~hidden_NS).flatten().nonzero().squeeze(1),
-        mask_N11S=where_hidden(hidden_NS, torch.bfloat16)[:, None, None],
+        mask_N11S=where_hidden(place_S >= keys_N1, torch.bfloat16)[:, None, None],
     )
 
 

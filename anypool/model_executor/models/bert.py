@@ -91,6 +91,7 @@ class BertModel(Backbone):
     attn_type = "encoder_only"
     default_pooling_type = "MEAN"
     can_capture = True
+    takes_fewer_keys = True
     checkpoint_renames: ClassVar[Renames] = (
         (r"^(bert|roberta)\.", ""),
         (r"\.LayerNorm\.gamma$", ".LayerNorm.weight"),

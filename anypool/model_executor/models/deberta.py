@@ -46,7 +46,7 @@ class DebertaAttention(nn.Module):
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv_proj(x_TD).chunk(3, dim=-1))
         pos_q, pos_k = self._positions(positions_RD)
         out_THK = torch.empty_like(q)
-        for row, _, count, length, _ in attn.runs:
+        for row, _, count, length, *_ in attn.runs:
             step = max(1, _SCORES // (self.heads * length * length))
             for first in range(0, count, step):
                 n = min(step, count - first)

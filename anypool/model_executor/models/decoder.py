@@ -143,6 +143,7 @@ class DecoderForCausalLM(Backbone):
 
     attn_type = "decoder"
     default_pooling_type = "LAST"
+    takes_fewer_keys = True
     style: ClassVar[DecoderStyle] = DecoderStyle()
     ignored_checkpoint_names = (r"rotary_emb\.inv_freq$",)
 

@@ -27,11 +27,16 @@ class Backbone(nn.Module):
         checkpoint_renames: Regular expressions that turn checkpoint names into parameter names.
         ignored_checkpoint_names: Regular expressions of tensors that a checkpoint may hold and nobody needs.
         has_attention_bias: Whether a table is added to the scores of every layer.
+        image_input: How images come into a prompt, for classes whose `forward` takes `images`, one entry per sequence:
+            "tower" for an image in place of a text, "page" for an image with a text of the model's own around it,
+            "inline" for images anywhere in a text. None for classes that read text alone.
 
     Attributes:
         takes_prefix: Whether a prompt may be run in chunks, each attending to the cached keys of those before it:
             every layer that mixes tokens goes through `Attention`, once per forward and in the same order, and is
             causal. A class or an instance says so; False where nobody does.
+        takes_fewer_keys: Whether some tokens of a prompt may attend to others without being attended to: every layer
+            that mixes tokens goes through `Attention`. False where nobody says so.
         can_capture: Whether `forward` asks nothing of the host that depends on the batch, such as `attn.lengths`, and
             never waits for the device, so that a CUDA graph can hold it. False where nobody says so.
         fills_batches: Whether texts of one token may be added to a batch at next to no cost. False for a class that
@@ -43,8 +48,10 @@ class Backbone(nn.Module):
     checkpoint_renames: ClassVar[Renames] = ()
     ignored_checkpoint_names: ClassVar[Sequence[str]] = ()
     has_attention_bias: ClassVar[bool] = False
+    image_input: ClassVar[Literal["tower", "page", "inline"] | None] = None
 
     takes_prefix: bool = False
+    takes_fewer_keys: bool = False
     can_capture: bool = False
     fills_batches: bool = True
     config: ModelConfig

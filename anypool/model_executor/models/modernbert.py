@@ -90,6 +90,7 @@ class ModernBertModel(Backbone):
 
     attn_type = "encoder_only"
     default_pooling_type = "MEAN"
+    takes_fewer_keys = True
     checkpoint_renames = ((r"^model\.", ""),)
     ignored_checkpoint_names = (r"^head\.", r"^decoder\.")
 

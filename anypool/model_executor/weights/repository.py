@@ -10,7 +10,7 @@ from typing import Any
 from anypool.errors import CheckpointFormatError, ModelNotFoundError
 
 # What a hub download fetches beside the weights.
-_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.metadata")
+_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.metadata", "*_linear.pt")
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,8 @@ def _is_labelled(body: Mapping[str, Any], model: ServedModel) -> bool:
 
 
 def _is_predicted(body: Mapping[str, Any], model: ServedModel) -> bool:
-    return "inputs" in body and _is_labelled(body, model)
+    can = PoolingTask.CLASSIFY in model.engine.supported_tasks
+    return "inputs" in body and can and model.kind != "embedding"
 
 
 def _is_rewarded(body: Mapping[str, Any], model: ServedModel) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from starlette.responses import Response
 
 from anypool.adapters.rerank_templates import ChatTemplate
+from anypool.adapters.template_limits import LONGEST_RENDER_S, at_most
+from anypool.engine.prompts import ImagePrompt
 from anypool.engine.request import Request
 from anypool.entrypoints.scoring import as_pairs, plan_scores, reads_pairs
 from anypool.entrypoints.serve.call import Call, Work, has
@@ -41,13 +44,13 @@ class Scoring:
     scores: Any
 
 
-def prepare_scores(asked: Any, model: ServedModel, left: list[str], right: list[str], *, roles: bool) -> Scoring:
+def prepare_scores(asked: Any, model: ServedModel, left: list[Any], right: list[Any], *, roles: bool) -> Scoring:
     """Requests for the scores of pairs.
 
     Args:
         asked: Fields of the body.
         model: The model.
-        left, right: The texts, pair by pair.
+        left, right: The texts, or prompts with images, pair by pair.
         roles: Whether the left are queries and the right documents.
     """
     side = asked.prompt_options(model.prompts, in_windows=model.in_windows)
@@ -56,17 +59,20 @@ def prepare_scores(asked: Any, model: ServedModel, left: list[str], right: list[
     left, cut_left = _shorten(model, left, getattr(asked, "max_tokens_per_query", None), side.truncation_side)
     right, cut_right = _shorten(model, right, getattr(asked, "max_tokens_per_doc", None), side.truncation_side)
     params = _params(asked, model)
-    plan = plan_scores(
-        model.engine,
-        left,
-        right,
-        params=params,
-        options=side,
-        template=_template(asked, model),
-        instruction=getattr(asked, "asked_instruction", None),
-        roles=roles,
-    )
-    prepared = [model.engine.prepare(job.prompts, job.task, params, job.options) for job in plan.jobs]
+    template = _template(asked, model)
+    with at_most(LONGEST_RENDER_S) if template is not None else nullcontext():
+        plan = plan_scores(
+            model.engine,
+            left,
+            right,
+            params=params,
+            options=side,
+            template=template,
+            instruction=getattr(asked, "asked_instruction", None),
+            roles=roles,
+            fuse=getattr(asked, "fuse", None) or False,
+        )
+    prepared = [model.engine.prepare(job.prompts, job.task, job.params, job.options) for job in plan.jobs]
 
     def scores(results: list[torch.Tensor]) -> np.ndarray:
         rest = iter(results)
@@ -94,20 +100,21 @@ def _template(asked: Any, model: ServedModel) -> ChatTemplate | None:
     return ChatTemplate(text)
 
 
-def _shorten(model: ServedModel, texts: list[str], limit: int | None, side: str | None) -> tuple[list[str], int]:
+def _shorten(model: ServedModel, texts: list[Any], limit: int | None, side: str | None) -> tuple[list[Any], int]:
     """Texts of at most so many tokens, and how many were cut off; each distinct text counts once."""
     if not limit:
         return texts, 0
     tokenizer = model.tokenizer
     kept = {
-        text: tokenizer.shorten(text, limit, side=side or tokenizer.truncation_side) for text in dict.fromkeys(texts)
+        text: tokenizer.shorten(text, limit, side=side or tokenizer.truncation_side) if is_text(text) else (text, 0)
+        for text in dict.fromkeys(texts)
     }
     return [kept[text][0] for text in texts], sum(cut for _, cut in kept.values())
 
 
 def score(asked: ScoreRequest, model: ServedModel) -> Work:
     """How well texts fit, pair by pair."""
-    left, right = as_pairs(*asked.sides)
+    left, right = as_pairs(*([model.with_images(one) for one in side] for side in asked.sides))
     scoring = prepare_scores(asked, model, left, right, roles=False)
 
     def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
@@ -131,7 +138,9 @@ def rerank_v2(asked: RerankRequest, model: ServedModel) -> Work:
 
 
 def _rerank(asked: RerankRequest, model: ServedModel, *, returns_documents: bool) -> Work:
-    scoring = prepare_scores(asked, model, [asked.query] * len(asked.documents), asked.documents, roles=True)
+    documents = [model.with_images(one) for one in asked.documents]
+    query = model.with_images(asked.query)
+    scoring = prepare_scores(asked, model, [query] * len(documents), documents, roles=True)
 
     def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
         scores = scoring.scores(results)
@@ -139,7 +148,7 @@ def _rerank(asked: RerankRequest, model: ServedModel, *, returns_documents: bool
             {
                 "index": index,
                 "relevance_score": scores[index],
-                **({"document": {"text": asked.documents[index]}} if returns_documents else {}),
+                **({"document": {"text": documents[index]}} if returns_documents and is_text(documents[index]) else {}),
             }
             for index in best_first(scores)[: asked.top_n or None]
         ]
@@ -171,6 +180,11 @@ def rerank_texts(asked: TEIRerankRequest, model: ServedModel) -> Work:
         )
 
     return Work(requests=scoring.requests, encode=encode, cut=scoring.cut)
+
+
+def is_text(document: str | ImagePrompt) -> bool:
+    """Whether a document may be returned: an image is not."""
+    return isinstance(document, str)
 
 
 def best_first(scores: np.ndarray) -> list[int]:

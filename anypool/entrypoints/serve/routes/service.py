@@ -76,7 +76,7 @@ def _model_card(model: ServedModel) -> dict[str, Any]:
 
 def info(state: ServerState, exchange: Exchange) -> Response:
     """What text-embeddings-inference says of a model, and everything that `anypool info` does."""
-    model = state.models.find(None)
+    model = state.models.find(exchange.request.query_params.get("model"))
     engine = model.engine
     config, loaded = engine.config, engine.loaded
     assert config.max_num_batched_tokens is not None
@@ -87,7 +87,7 @@ def info(state: ServerState, exchange: Exchange) -> Response:
             model_dtype=str(loaded.dtype).removeprefix("torch."),
             served_model_name=model.name,
             model_type=_model_type(model),
-            max_concurrent_requests=config.max_queued_tokens,
+            max_concurrent_requests=state.options.max_concurrent_requests or config.max_queued_tokens,
             max_input_length=engine.max_model_len,
             max_batch_tokens=config.max_num_batched_tokens,
             max_batch_requests=config.max_num_seqs,
@@ -142,8 +142,10 @@ def docs(state: ServerState, exchange: Exchange) -> Response:
     return HTMLResponse(page)
 
 
-def _get(path: str, summary: str, answer: Any, response: Any = None, **more: Any) -> Route:
-    return Route(paths=(path,), summary=summary, methods=("GET",), answer=answer, response=response, **more)
+def _get(paths: str, summary: str, answer: Any, response: Any = None, **more: Any) -> Route:
+    return Route(
+        paths=tuple(paths.split()), summary=summary, methods=("GET",), answer=answer, response=response, **more
+    )
 
 
 ROUTES = (
@@ -159,10 +161,10 @@ ROUTES = (
         is_public=True,
     ),
     _get("/version", "The version of anypool", version, VersionResponse),
-    _get("/v1/models", "The served models", list_models, ModelList),
+    _get("/v1/models /models", "The served models", list_models, ModelList),
     _get("/v1/models/{model}", "One of them", get_model, ModelCard),
-    _get("/info", "Everything about the model", info, InfoResponse, style=ErrorStyle.TEI),
+    _get("/info", "Everything about a model", info, InfoResponse, style=ErrorStyle.TEI, query=("model",)),
     _get("/metrics", "All counters, for Prometheus", metrics),
-    _get("/openapi.json", "The OpenAPI document", openapi, is_shown=False),
+    _get("/openapi.json /api-doc/openapi.json", "The OpenAPI document", openapi, is_shown=False),
     _get("/docs", "The routes as a page", docs, is_shown=False),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from anypool.entrypoints.serve.route import Route
-from anypool.entrypoints.serve.routes import cohere, invocations, openai, scoring, service, tei, tokens
+from anypool.entrypoints.serve.routes import cohere, invocations, openai, page, scoring, service, tei, tokens
 
 ROUTES: tuple[Route, ...] = (
     *openai.ROUTES,
@@ -13,4 +13,5 @@ ROUTES: tuple[Route, ...] = (
     *tokens.ROUTES,
     *invocations.ROUTES,
     *service.ROUTES,
+    *page.ROUTES,
 )

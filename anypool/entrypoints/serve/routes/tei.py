@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import orjson
 import torch
 from starlette.responses import Response
 
 from anypool.entrypoints.serve.call import Call, Work
-from anypool.entrypoints.serve.encoding import Stamp, as_array, as_matrix, json_answer, json_of
-from anypool.entrypoints.serve.http_errors import ErrorStyle, HTTPError
+from anypool.entrypoints.serve.encoding import Stamp, as_array, as_matrix, json_answer, json_of, pairs_of
+from anypool.entrypoints.serve.http_errors import ErrorStyle
 from anypool.entrypoints.serve.route import Route
 from anypool.entrypoints.serve.routes.scoring import best_first, prepare_scores
 from anypool.entrypoints.serve.schemas.tei import (
@@ -19,6 +20,7 @@ from anypool.entrypoints.serve.schemas.tei import (
     Scores,
     SimilarityParameters,
     SimilarityRequest,
+    SparseVectors,
     TEIRequest,
     TokenVectors,
     Vectors,
@@ -42,10 +44,10 @@ def embed(asked: TEIRequest, model: ServedModel) -> Work:
 
 
 def embed_all(asked: TEIRequest, model: ServedModel) -> Work:
-    """A vector per token of each input, not scaled unless that is asked for."""
+    """A vector per token of each input; not scaled unless that is asked for, but for those of a multi-vector model."""
     options = asked.prompt_options(model.prompts, in_windows=model.in_windows)
-    params = asked.pooling_params
-    if params.normalize is None and params.use_activation is None:
+    params = model.params(asked, PoolingTask.TOKEN_EMBED)
+    if params.normalize is None and params.use_activation is None and model.engine.loaded.multi_vector is None:
         params = replace(params, normalize=False)
     requests = model.requests(asked.inputs, PoolingTask.TOKEN_EMBED, params, options)
 
@@ -56,12 +58,15 @@ def embed_all(asked: TEIRequest, model: ServedModel) -> Work:
 
 
 def embed_sparse(asked: TEIRequest, model: ServedModel) -> Work:
-    """Sparse vectors, which no model here gives."""
-    raise HTTPError(
-        501,
-        f"{model.name} gives no sparse vectors: no sparse model is supported by this version",
-        code="not_implemented",
-    )
+    """A sparse vector per input."""
+    options = asked.prompt_options(model.prompts, in_windows=model.in_windows)
+    params = model.params(asked, PoolingTask.SPARSE_EMBED)
+    requests = model.requests(asked.inputs, PoolingTask.SPARSE_EMBED, params, options)
+
+    def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
+        return json_answer([orjson.Fragment(pairs_of(result)) for result in results])
+
+    return Work(requests=requests, encode=encode)
 
 
 def predict(asked: PredictRequest, model: ServedModel) -> Work:
@@ -105,7 +110,11 @@ ROUTES = (
     _route(
         "/embed_all", "Embeds each token of inputs", Call(TEIRequest, embed_all, TokenVectors, style=ErrorStyle.TEI)
     ),
-    _route("/embed_sparse", "Not served yet", Call(TEIRequest, embed_sparse, Vectors, style=ErrorStyle.TEI)),
+    _route(
+        "/embed_sparse",
+        "Embeds inputs as sparse vectors",
+        Call(TEIRequest, embed_sparse, SparseVectors, style=ErrorStyle.TEI),
+    ),
     _route("/predict", "Labels inputs", Call(PredictRequest, predict, Predictions, style=ErrorStyle.TEI)),
     _route(
         "/similarity", "Compares sentences with one", Call(SimilarityRequest, similarity, Scores, style=ErrorStyle.TEI)

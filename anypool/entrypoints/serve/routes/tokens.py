@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from starlette.responses import Response
 
+from anypool.engine.prompts import ImagePrompt
 from anypool.engine.tokenization import Token
 from anypool.entrypoints.serve.call import Call, Work, has
 from anypool.entrypoints.serve.encoding import Stamp, json_answer
@@ -30,6 +31,8 @@ from anypool.errors import InvalidPromptError
 def tokenize(asked: TokenizeRequest, model: ServedModel) -> Work:
     """The token ids of a text or a conversation."""
     [text] = [asked.prompt] if asked.prompt is not None else model.render(asked)
+    if isinstance(text, ImagePrompt):
+        raise InvalidPromptError("messages has an image, whose tokens are not text: leave it out", param="messages")
     tokens = model.tokenizer.tokens(text, special_tokens=asked.gets_special_tokens)
     body: dict[str, Any] = {
         "count": len(tokens),

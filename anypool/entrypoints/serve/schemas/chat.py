@@ -11,23 +11,26 @@ from anypool.errors import InvalidParameterError, InvalidPromptError
 
 Conversation = list[dict[str, Any]]
 
+# An image is fetched, decoded and resized, off the event loop and never together with small calls.
+_IMAGE_SIZE = 32_768
+
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_URL = {"type": "object", "properties": {"url": {"type": "string"}}, "required": ["url"]}
+_IMAGE_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "image_url"}, "image_url": _URL},
+    "required": ["type", "image_url"],
+}
+CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": [_TEXT_PART, _IMAGE_PART]}}]}
 _MESSAGE = {
     "type": "object",
     "properties": {
         "role": {"type": "string"},
-        "content": {
-            "anyOf": [
-                {"type": "string"},
-                {
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                        "required": ["type", "text"],
-                    },
-                },
-            ]
-        },
+        "content": CONTENT_SCHEMA,
     },
     "required": ["role", "content"],
 }
@@ -35,10 +38,13 @@ _MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1}
 
 
 def as_conversations(value: object, info: ValidationInfo) -> list[Conversation] | None:
-    """One conversation, or an array of them, as an array; the content of each message is one text.
+    """One conversation, or an array of them, as an array.
+
+    The content of a message is one text, or where it has images its parts, as chat templates have them: texts, and
+    images with their URL.
 
     Raises:
-        InvalidPromptError: It has another form, or holds something that is not text.
+        InvalidPromptError: It has another form, or holds something that is neither text nor an image.
     """
     if value is None:
         return None
@@ -60,19 +66,55 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise InvalidPromptError(
             f"{where} is {kind_of(message)}; give an object with role and content", param="messages"
         )
-    content = message.get("content")
+    return {**message, "content": read_content(message.get("content"), f"{where}.content", "messages")}
+
+
+def read_content(content: Any, where: str, field: str) -> str | list[dict[str, str]]:
+    """A message's content: one text, or its parts where there are images among them.
+
+    Args:
+        content: As the body has it.
+        where: What it is, for messages.
+        field: Of the body.
+
+    Raises:
+        InvalidPromptError: It is neither a text nor parts that are text or images.
+    """
     if isinstance(content, list):
-        content = "".join(_part(part, f"{where}.content[{place}]") for place, part in enumerate(content))
+        parts = [_part(part, f"{where}[{place}]", field) for place, part in enumerate(content)]
+        has_images = any(part["type"] == "image" for part in parts)
+        return parts if has_images else "".join(part["text"] for part in parts)
     if not isinstance(content, str):
-        raise InvalidPromptError(f"{where}.content is {kind_of(content)}; give a string or parts", param="messages")
-    return {**message, "content": content}
+        raise InvalidPromptError(f"{where} is {kind_of(content)}; give a string or parts", param=field)
+    return content
 
 
-def _part(part: Any, where: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else kind_of(part)
-    raise InvalidPromptError(f"{where} is {kind!s:.80}; only text is served here", param="messages")
+def _part(part: Any, where: str, field: str) -> dict[str, str]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind == "image_url":
+        image = part.get("image_url")
+        url = image.get("url") if isinstance(image, dict) else image
+        if not isinstance(url, str) or not url.startswith(("data:", "http://", "https://")):
+            raise InvalidPromptError(
+                f"{where}.image_url is {url!s:.40}; give {{'url': 'data:image/png;base64,...'}}", param=field
+            )
+        return {"type": "image", "url": url}
+    told = kind_of(part) if kind is None else kind
+    raise InvalidPromptError(f"{where} is {told!s:.80}; only text and image_url are served here", param=field)
+
+
+def image_urls(conversation: Conversation) -> list[str]:
+    """The URLs of a conversation's images, in their order."""
+    contents = (message["content"] for message in conversation)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return [part["url"] for part in parts if part["type"] == "image"]
+
+
+def least_size(images: int) -> int:
+    """About as many characters of text as take as long to prepare as so many images."""
+    return _IMAGE_SIZE * images
 
 
 Conversations = Annotated[
@@ -106,6 +148,10 @@ class ChatFields(CommonFields):
             )
         if self.messages is None and (self.chat_template is not None or self.chat_template_kwargs):
             raise InvalidParameterError("chat_template goes with messages", param="chat_template")
+
+    @property
+    def least_size(self) -> int:
+        return least_size(sum(len(image_urls(one)) for one in self.messages or ()))
 
     @property
     def gets_special_tokens(self) -> bool:

@@ -188,7 +188,7 @@ class CommonFields(BaseModel):
             InvalidParameterError: Two fields contradict each other, or there is no such prompt.
         """
         name, text = prompts.choose(
-            prompt=self.prompt, prompt_name=self.prompt_name, input_type=self.input_type, task=self._asked_use
+            prompt=self.prompt, prompt_name=self.prompt_name, input_type=self.input_type, task=self.asked_use
         )
         return PromptOptions(
             prompt_name=name,
@@ -203,7 +203,13 @@ class CommonFields(BaseModel):
         return PoolingParams(normalize=self.normalize, activation=self.activation, use_activation=self.use_activation)
 
     @property
-    def _asked_use(self) -> str | None:
+    def least_size(self) -> int:
+        """How many characters preparing the inputs takes at least as long as, where the body does not tell."""
+        return 0
+
+    @property
+    def asked_use(self) -> str | None:
+        """What inputs are, where `task` says it."""
         return self.task
 
     @property
@@ -234,6 +240,16 @@ class CommonFields(BaseModel):
             said = ", ".join(f"{name}={getattr(self, name)!r}" for name in given)
             raise InvalidParameterError(f"{said} contradict each other: give one", param=next(iter(given)))
         return next(iter(given.values()), None)
+
+
+class TokenVectorFields(CommonFields):
+    """Of routes that give the token vectors of multi-vector models."""
+
+    is_query: bool | None = Field(None, description="For multi-vector models: whether inputs are queries.")
+    pool_factor: float | None = Field(
+        None, ge=1, strict=False, description="For documents of such a model: about how many vectors become one."
+    )
+    token_pooling: str | None = Field(None, description="How: sentence-transformers, pylate, pylate-1.3 or colpali.")
 
 
 class LabelFields(CommonFields):

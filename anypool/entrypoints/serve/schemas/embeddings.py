@@ -27,21 +27,29 @@ class EmbeddingRequest(ChatFields, EncodingFields):
     """What is embedded, and how."""
 
     dimensions: int | None = Field(None, description="How many leading dimensions to keep, before scaling.")
+    max_active_dims: int | None = Field(None, description="Of sparse vectors: how many weights to keep, the largest.")
     normalized: bool | None = Field(None, description="The same as normalize.")
     embedding_type: Literal["float", "base64", "int8", "uint8", "binary", "ubinary"] | None = Field(
         None, description="encoding_format and embed_dtype in one."
     )
-    late_chunking: bool | None = Field(None, description="Not served over HTTP.")
+    late_chunking: bool | None = Field(
+        None, description="Embed each text of input in the light of all, which are run as one text."
+    )
+    modality: Literal["text"] | None = Field(None, description="What inputs are, in infinity's words: only text.")
     return_multivector: bool | None = Field(None, description="Not served here: POST /pooling gives vectors per token.")
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
-        for name, instead in (
-            ("late_chunking", "call LLM.embed_spans"),
-            ("return_multivector", "POST /pooling with task=token_embed"),
-        ):
-            if getattr(self, name):
-                raise InvalidParameterError(f"{name}=true is not supported here: {instead}", param=name)
+        if self.return_multivector:
+            raise InvalidParameterError(
+                "return_multivector=true is not supported here: POST /pooling with task=token_embed",
+                param="return_multivector",
+            )
+        if self.late_chunking and not all(isinstance(one, str) and one for one in self.input or [None]):
+            raise InvalidParameterError(
+                "late_chunking takes texts in input, none of them empty, and no token ids or messages",
+                param="late_chunking",
+            )
         for name, others in (("normalized", ("normalize",)), ("embedding_type", ("encoding_format", "embed_dtype"))):
             if getattr(self, name) is not None and any(getattr(self, other) is not None for other in others):
                 raise InvalidParameterError(f"{name} and {' and '.join(others)} say the same: give one", param=name)
@@ -58,18 +66,26 @@ class EmbeddingRequest(ChatFields, EncodingFields):
     def pooling_params(self) -> PoolingParams:
         return PoolingParams(
             dimensions=self.dimensions,
+            max_active_dims=self.max_active_dims,
             normalize=self.normalize if self.normalized is None else self.normalized,
             activation=self.activation,
             use_activation=self.use_activation,
         )
 
 
+class SparseVector(BaseModel):
+    """The dimensions that are not 0, ascending, and the weight of each."""
+
+    indices: list[int]
+    values: list[float]
+
+
 class EmbeddingData(BaseModel):
-    """One vector: numbers, or base64 of their bytes."""
+    """One vector: numbers, base64 of their bytes, or indices and values for a model of sparse vectors."""
 
     object: Literal["embedding"]
     index: int
-    embedding: list[float] | str
+    embedding: list[float] | str | SparseVector
 
 
 class EmbeddingResponse(BaseModel):

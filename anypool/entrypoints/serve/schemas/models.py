@@ -53,4 +53,6 @@ class InfoResponse(BaseModel):
     auto_truncate: bool
     tokenization_workers: int
     version: str
+    sha: str | None = None
+    docker_label: str | None = None
     card: dict[str, Any]

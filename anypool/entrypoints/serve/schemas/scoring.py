@@ -6,11 +6,83 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, PlainValidator, ValidationInfo, WithJsonSchema
 
-from anypool.entrypoints.serve.schemas.common import CommonFields, Texts, Usage, check_count, kind_of
+from anypool.entrypoints.serve.schemas.chat import CONTENT_SCHEMA, least_size, read_content
+from anypool.entrypoints.serve.schemas.common import CommonFields, Usage, check_count, kind_of
 from anypool.errors import InvalidParameterError, InvalidPromptError
 
 # The names of the two sides of a pair, in the order in which they are looked for.
 _SIDES = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
+
+
+# A text, or the parts of a message with images.
+Scored = str | list[dict[str, str]]
+
+
+def _as_scored(one: object, where: str, field: str) -> Scored:
+    """One text, or an object with a `text`, or with the `content` of a message."""
+    if isinstance(one, str):
+        return one
+    if isinstance(one, dict) and isinstance(one.get("text"), str):
+        return str(one["text"])
+    if isinstance(one, dict) and "content" in one:
+        return read_content(one["content"], f"{where}.content", field)
+    raise InvalidPromptError(
+        f"{where} is {kind_of(one)}; give a string, or an object with a text or a content", param=field
+    )
+
+
+def as_query(value: object, info: ValidationInfo) -> Scored:
+    """One side of a pair.
+
+    Raises:
+        InvalidPromptError: It is neither a text nor a content.
+    """
+    field = info.field_name or "query"
+    return _as_scored(value, field, field)
+
+
+def as_side(value: object, info: ValidationInfo) -> list[Scored] | None:
+    """One side of pairs: one text or content, or an array of them.
+
+    Raises:
+        InvalidPromptError: It is neither.
+    """
+    field = info.field_name or "texts"
+    if value is None:
+        return None
+    if isinstance(value, (str, dict)):
+        return [_as_scored(value, field, field)]
+    if not isinstance(value, list):
+        raise InvalidPromptError(f"{field} is {kind_of(value)}; give a string or an array of strings", param=field)
+    return as_documents(value, info)
+
+
+def as_documents(value: object, info: ValidationInfo) -> list[Scored]:
+    """Documents: texts, or objects with a `text` or a `content`.
+
+    Raises:
+        InvalidPromptError: They are something else.
+    """
+    field = info.field_name or "documents"
+    if not isinstance(value, list):
+        raise InvalidPromptError(f"{field} is {kind_of(value)}; give an array of strings", param=field)
+    check_count(value, field, info)
+    return [_as_scored(one, f"{field}[{index}]", field) for index, one in enumerate(value)]
+
+
+def _images_of(scored: Scored) -> int:
+    return 0 if isinstance(scored, str) else sum(part["type"] == "image" for part in scored)
+
+
+_CONTENT = {"type": "object", "properties": {"content": CONTENT_SCHEMA}, "required": ["content"]}
+_WITH_TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+_SCORED = {"anyOf": [{"type": "string"}, _WITH_TEXT, _CONTENT]}
+_ARRAY = {"type": "array", "items": _SCORED}
+Query = Annotated[Scored, PlainValidator(as_query), WithJsonSchema(_SCORED)]
+Side = Annotated[
+    list[Scored], PlainValidator(as_side), WithJsonSchema({"anyOf": [{"type": "string"}, _CONTENT, _ARRAY]})
+]
+Documents = Annotated[list[Scored], PlainValidator(as_documents), WithJsonSchema(_ARRAY)]
 
 
 class _PairFields(CommonFields):
@@ -22,6 +94,10 @@ class _PairFields(CommonFields):
     chat_template: str | None = Field(None, description="A Jinja template, where the server takes one from requests.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="`instruction` may stand here as well.")
     raw_scores: bool | None = Field(None, description="True for scores before the activation.")
+    fuse: bool | list[float] | None = Field(
+        None,
+        description="For BGE-M3: the weights of dense, sparse and token vectors in one score; true for 0.4, 0.2, 0.4.",
+    )
 
     @property
     def asked_instruction(self) -> str | None:
@@ -39,18 +115,22 @@ class _PairFields(CommonFields):
 
 
 class ScoreRequest(_PairFields):
-    """Pairs of texts, under one of four pairs of names: 1:1, 1:N or N:N."""
+    """Pairs of texts or images, under one of four pairs of names: 1:1, 1:N or N:N."""
 
-    queries: Texts | None = None
-    documents: Texts | None = None
-    items: Texts | None = None
-    data_1: Texts | None = None
-    data_2: Texts | None = None
-    text_1: Texts | None = None
-    text_2: Texts | None = None
+    queries: Side | None = None
+    documents: Side | None = None
+    items: Side | None = None
+    data_1: Side | None = None
+    data_2: Side | None = None
+    text_1: Side | None = None
+    text_2: Side | None = None
 
     @property
-    def sides(self) -> tuple[list[str], list[str]]:
+    def least_size(self) -> int:
+        return least_size(sum(_images_of(one) for side in self.sides for one in side))
+
+    @property
+    def sides(self) -> tuple[list[Scored], list[Scored]]:
         """Both sides.
 
         Raises:
@@ -83,45 +163,19 @@ class ScoreResponse(BaseModel):
     usage: Usage
 
 
-def as_documents(value: object, info: ValidationInfo) -> list[str]:
-    """Documents: texts, or objects with a `text`.
-
-    Raises:
-        InvalidPromptError: They are something else.
-    """
-    if not isinstance(value, list):
-        raise InvalidPromptError(f"documents is {kind_of(value)}; give an array of strings", param="documents")
-    check_count(value, "documents", info)
-    texts = []
-    for index, one in enumerate(value):
-        text = one.get("text") if isinstance(one, dict) else one
-        if not isinstance(text, str):
-            raise InvalidPromptError(
-                f"documents[{index}] is {kind_of(one)}; give a string, or an object with a text", param="documents"
-            )
-        texts.append(text)
-    return texts
-
-
-_DOCUMENT_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
-    ]
-}
-
-
 class RerankRequest(_PairFields):
     """A query, and documents that are ordered by how well they fit it."""
 
-    query: str
-    documents: Annotated[
-        list[str], PlainValidator(as_documents), WithJsonSchema({"type": "array", "items": _DOCUMENT_SCHEMA})
-    ]
+    query: Query
+    documents: Documents
     top_n: int | None = Field(None, ge=0, description="How many to return; 0 and nothing for all.")
     return_documents: bool | None = Field(None, description="Whether the documents' texts are returned.")
     rank_fields: list[str] | None = Field(None, description="Only text is read.")
     max_chunks_per_doc: int | None = Field(None, description="Only 1 is served.")
+
+    @property
+    def least_size(self) -> int:
+        return least_size(sum(map(_images_of, (self.query, *self.documents))))
 
     def model_post_init(self, context: Any) -> None:
         for name, only in (("rank_fields", ["text"]), ("max_chunks_per_doc", 1)):

@@ -6,7 +6,15 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, RootModel, ValidationInfo, WithJsonSchema
 
-from anypool.entrypoints.serve.schemas.common import CommonFields, Inputs, LabelFields, Texts, check_count, kind_of
+from anypool.entrypoints.serve.schemas.common import (
+    CommonFields,
+    Inputs,
+    LabelFields,
+    Texts,
+    TokenVectorFields,
+    check_count,
+    kind_of,
+)
 from anypool.errors import InvalidPromptError
 from anypool.pooling.params import PoolingParams
 
@@ -15,13 +23,14 @@ class EmptyInputError(InvalidPromptError):
     """Nothing was given, which text-embeddings-inference has an answer of its own for."""
 
 
-class TEIRequest(CommonFields):
+class TEIRequest(TokenVectorFields):
     """Inputs that are too long are cut unless `truncate` is false."""
 
     TRUNCATES: ClassVar[bool] = True
 
     inputs: Inputs
     dimensions: int | None = Field(None, description="How many leading dimensions to keep, before scaling.")
+    max_active_dims: int | None = Field(None, description="Of sparse vectors: how many weights to keep, the largest.")
 
     def model_post_init(self, context: Any) -> None:
         if not self.inputs:
@@ -31,9 +40,13 @@ class TEIRequest(CommonFields):
     def pooling_params(self) -> PoolingParams:
         return PoolingParams(
             dimensions=self.dimensions,
+            max_active_dims=self.max_active_dims,
             normalize=self.normalize,
             activation=self.activation,
             use_activation=self.use_activation,
+            is_query=self.is_query,
+            pool_factor=self.pool_factor,
+            token_pooling=self.token_pooling,
         )
 
 
@@ -134,6 +147,17 @@ class Vectors(RootModel[list[list[float]]]):
 
 class TokenVectors(RootModel[list[list[list[float]]]]):
     """A vector per token of each input."""
+
+
+class SparseWeight(BaseModel):
+    """A dimension and its weight."""
+
+    index: int
+    value: float
+
+
+class SparseVectors(RootModel[list[list[SparseWeight]]]):
+    """The weights of each input that are not 0, by dimension."""
 
 
 class Predictions(RootModel[list[Prediction] | list[list[Prediction]]]):

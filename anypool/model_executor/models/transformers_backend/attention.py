@@ -68,7 +68,7 @@ def packed_attention(
 
 
 def register_attention() -> None:
-    """Makes the function known to transformers.
+    """Makes the function known to transformers. Outside of a packed batch a module has transformers' sdpa attention.
 
     Raises:
         MissingDependencyError: transformers is not installed, or older than its attention interface.
@@ -79,5 +79,14 @@ def register_attention() -> None:
         raise MissingDependencyError(
             "this architecture runs through transformers: pip install 'transformers>=5'"
         ) from error
-    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-    AttentionMaskInterface.register(PACKED_ATTENTION, lambda *args, **kwargs: None)
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        return sdpa_attention_forward(*args, **kwargs) if _running.get() is None else packed_attention(*args, **kwargs)
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        return sdpa_mask(*args, **kwargs) if _running.get() is None else None
+
+    AttentionInterface.register(PACKED_ATTENTION, attention)
+    AttentionMaskInterface.register(PACKED_ATTENTION, mask)

@@ -22,6 +22,28 @@ class Source(NamedTuple):
     part: Callable[[Any], Any]
 
 
+def load_whole(
+    config: ModelConfig,
+    repository: Repository,
+    cls: str,
+    *,
+    dtype: torch.dtype,
+    claimed: frozenset[str],
+    progress: bool,
+    **options: Any,
+) -> Any:
+    """Loads all of a checkpoint with one class of transformers, by its name. Otherwise as `load_module`."""
+    import transformers
+
+    try:
+        hf_config = transformers.AutoConfig.for_model(**config.raw)
+    except Exception as error:  # configuration classes raise whatever they meet
+        raise refusal(config, _raised(error)) from error
+    source = Source(getattr(transformers, cls), _all)
+    settings: dict[str, Any] = {"dtype": dtype, "claimed": claimed, "progress": progress, **options}
+    return _load(config, hf_config, source, repository, **settings)
+
+
 def load_module(
     config: ModelConfig, repository: Repository, *, dtype: torch.dtype, claimed: frozenset[str], progress: bool
 ) -> Any:
@@ -64,6 +86,7 @@ def _load(
     dtype: torch.dtype,
     claimed: frozenset[str],
     progress: bool,
+    **options: Any,
 ) -> Any:
     gguf: dict[str, Any] = {"gguf_file": repository.gguf.name} if repository.gguf is not None else {}
     try:
@@ -75,6 +98,7 @@ def _load(
                 output_loading_info=True,
                 trust_remote_code=config.trust_remote_code,
                 **gguf,
+                **options,
             )
             model = source.part(whole)
     except Exception as error:  # transformers and the modules it builds raise whatever they meet

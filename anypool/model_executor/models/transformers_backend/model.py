@@ -72,19 +72,25 @@ class TransformersModel(Backbone):
             progress: Whether a bar is shown.
         """
         register_attention()
-        whole = load_module(self.config, repository, dtype=dtype, claimed=claimed, progress=progress).to(device)
-        self.model = self.text_module(whole)
+        whole = self.load_whole(repository, dtype=dtype, claimed=claimed, progress=progress)
+        self.model = self.text_module(whole.to(device))
         self._accepts = frozenset(inspect.signature(self.model.forward).parameters)
         self._position_padding = _position_padding(self.model)
         self.lengths = LengthRules(self.model)
         probed = choose_way(self, device)
         self.rejected = probed.rejected
         self.takes_prefix = runs_in_chunks(self, probed)
+        # A module that passed the probe packed mixes tokens in our attention alone; runs of kinds know nothing of keys.
+        self.takes_fewer_keys = self.way is Way.PACKED and self.lengths.treat_all_alike
         self.fills_batches = self.way is Way.PACKED
         if self.way is not Way.PACKED:
             logger.warning("%s runs in %s: %s", self.config.name, self.way.label, "; ".join(self.rejected))
         if not exchange_linears(self, probed):
             logger.info("%s keeps transformers' linear layers", self.config.name)
+
+    def load_whole(self, repository: Repository, *, dtype: torch.dtype, claimed: frozenset[str], progress: bool) -> Any:
+        """transformers' module with its weights, on the host. Arguments and errors as for `load`."""
+        return load_module(self.config, repository, dtype=dtype, claimed=claimed, progress=progress)
 
     def text_module(self, whole: Any) -> Any:
         """The part of a loaded module that turns tokens into hidden states. A subclass may keep the rest."""
@@ -212,9 +218,8 @@ class TransformersForCausalLM(TransformersModel):
 class TransformersForConditionalGeneration(TransformersForCausalLM):
     """The language model of a model of text and images, or of other things that are not text.
 
-    Text runs through `model`, the language model. `whole` is what it is a part of; a class that reads images takes
-    their towers from there, and gives what they see as rows of `inputs_embeds_TD`, with `positions_T` of shape
-    `[axes, T]` where the language model has several.
+    Text runs through `model`, the language model. `whole` is what it is a part of: `VisionLanguageModel` runs prompts
+    with images through that.
     """
 
     def text_module(self, whole: Any) -> Any:

@@ -1,0 +1,80 @@
+"""uvicorn's HTTP over one connection, with bounds for what comes before a body."""
+
+from __future__ import annotations
+
+import asyncio
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+# Bytes of a request line and headers, beside those that come in one piece with their beginning.
+_LARGEST_HEAD = 64 * 1024
+# Seconds that they may take to arrive, and that a new connection may say nothing.
+_HEAD_S = 60.0
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """Ends a connection whose next request does not come to its body: it is too large, or too slow.
+
+    uvicorn bounds neither, so anybody, without a key, could fill memory or hold all connections.
+    """
+
+    _head_bytes = 0
+    _is_in_head = False
+    _has_begun = False  # in the piece that is parsed
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        self._is_in_head = self._has_begun = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        self._has_begun = False
+        super().data_received(data)
+        if not self._is_in_head or self.transport.is_closing():
+            return
+        self._head_bytes = 0 if self._has_begun else self._head_bytes + len(data)
+        if self._head_bytes > _LARGEST_HEAD:
+            self._refuse(431, f"the headers have more than {_LARGEST_HEAD:,} bytes", "headers_too_large")
+        elif self._timer is None:
+            self._start_timer()
+
+    def _start_timer(self) -> None:
+        self._timer = self.loop.call_later(_HEAD_S, self._is_late)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _is_late(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._start_timer()  # nothing is read while the request before is served
+        elif self._is_in_head:
+            self._refuse(408, f"the headers did not arrive within {_HEAD_S:g} seconds", "request_timeout")
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        phrase = {408: "Request Timeout", 431: "Request Header Fields Too Large"}[status]
+        detail = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+        body = orjson.dumps({"error": detail})
+        head = (
+            f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
