@@ -8,6 +8,7 @@ from anypool.config import EngineConfig, PoolerConfig
 from anypool.engine.async_engine import AsyncEngine, ServingOptions
 from anypool.entrypoints.llm import LLM
 from anypool.errors import AnypoolError
+from anypool.kernels.maxsim import maxsim
 from anypool.model_executor.registry import (
     ModelRegistry,
     is_pooling_model,
@@ -34,7 +35,7 @@ from anypool.outputs import (
     TokenClassificationRequestOutput,
 )
 from anypool.pooling.params import PoolingParams
-from anypool.pooling.quantize import quantize_embeddings
+from anypool.pooling.quantize import quantize_embeddings, quantize_token_embeddings
 from anypool.pooling.tasks import PoolingTask, encode2pooling_task
 
 __version__ = "0.1.0"
@@ -73,7 +74,9 @@ __all__ = [
     "encode2pooling_task",
     "is_pooling_model",
     "is_text_generation_model",
+    "maxsim",
     "quantize_embeddings",
+    "quantize_token_embeddings",
     "register_head",
     "register_model",
 ]

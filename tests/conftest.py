@@ -25,6 +25,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
+        if item.get_closest_marker("breadth") and os.environ.get("ANYPOOL_BREADTH_TESTS") != "1":
+            item.add_marker(pytest.mark.skip(reason="set ANYPOOL_BREADTH_TESTS=1 to try every architecture"))
         if item.get_closest_marker("network") and not NETWORK:
             item.add_marker(pytest.mark.skip(reason="set ANYPOOL_NETWORK_TESTS=1 to download"))
 

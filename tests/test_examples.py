@@ -32,6 +32,9 @@ def example(name: str, *argv: str) -> str:
     [
         ("own_causal_lm.py", ["GruForEmbedding serves embed", "LM head: None", "normalised: True"]),
         ("own_pooler.py", ["the new checkpoint runs as GatedBertModel", "a gate of zeros is the mean: True"]),
+        ("colbert_search.py", ["vectors kept of each document:", "  Bread rises because yeast", "all vectors: [0, 3"]),
+        ("splade.py", ["words have a weight in the query", "as sentence-transformers has them: True"]),
+        ("bge_m3_hybrid.py", ["serves embed, token_embed, sparse_embed", "5 words with a weight", "best by fused"]),
         ("colpali_picture.py", ["64 of them of patches", "page 1: ", "best patches: True", "wrote patches.png"]),
         ("own_head.py", ["serves embed, token_embed, classify", "as torch computes it: True"]),
     ],

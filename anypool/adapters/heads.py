@@ -7,24 +7,27 @@ Classification` and `*ForTokenClassification` classes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 
 from anypool.config import is_int, require
-from anypool.errors import CheckpointFormatError, ConfigError, WeightsError
+from anypool.errors import CheckpointFormatError, ConfigError, UnsupportedArchitectureError, WeightsError
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.weights.checkpoint import Checkpoint
 from anypool.model_executor.weights.loading import fill
 from anypool.pooling.heads import Dense, LayerNorm
 from anypool.pooling.methods import PoolingType
 
-_ACTIVATIONS: dict[str | None, type[nn.Module]] = {
+_ACTIVATIONS: dict[str | None, Callable[[], nn.Module]] = {
     None: nn.Identity,
     "tanh": nn.Tanh,
     "relu": nn.ReLU,
     "gelu": nn.GELU,
+    "gelu_new": partial(nn.GELU, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(nn.GELU, approximate="tanh"),
     "silu": nn.SiLU,
     "swish": nn.SiLU,
 }
@@ -38,7 +41,7 @@ class HeadLayer:
 
     Attributes:
         tensor: Name of its tensors in the checkpoint without `.weight` and `.bias`, and without the base model's name.
-        activation: Applied after it: None, tanh, relu, gelu or silu.
+        activation: Applied after it: None, tanh, relu, gelu, gelu_new (its tanh form) or silu.
         norm: Whether it is a layer norm rather than a product.
         bias: Whether the checkpoint has a bias for it; None where either is right.
 
@@ -119,22 +122,64 @@ def _chain(*layers: str | tuple[str, str | None], bias: bool | None = True) -> t
 
 _POOLER = _chain(("pooler.dense", "tanh"), "classifier")
 _DENSE = _chain(("classifier.dense", "tanh"), "classifier.out_proj")
+_BY_HIDDEN_ACT = _chain(("classifier.dense", "hidden_act"), "classifier.out_proj")  # what config.json calls so
+_SUMMARY = _chain("sequence_summary.summary")
 _MODERN = _chain(("head.dense", "gelu"), bias=None)
 
 # Sequence classification of encoders, by model type. All other families are decoders: `score` on the last token.
 _SEQUENCE: dict[str, tuple[HeadLayer, ...]] = {
     "albert": _chain(("pooler", "tanh"), "classifier"),
     "bert": _POOLER,
+    "big_bird": _BY_HIDDEN_ACT,
     "camembert": _DENSE,
+    "canine": _POOLER,
+    "convbert": _BY_HIDDEN_ACT,
+    "ctrl": _chain("classifier", bias=None),
     "data2vec-text": _DENSE,
+    "deberta": _chain(("pooler.dense", "gelu"), "classifier"),
     "deberta-v2": _chain(("pooler.dense", "gelu"), "classifier"),
     "distilbert": _chain(("pre_classifier", "relu"), "classifier"),
     "electra": _chain(("classifier.dense", "gelu"), "classifier.out_proj"),
     "ernie": _POOLER,
+    "esm": _DENSE,
+    "esmc": _DENSE,
+    "eurobert": _chain(("dense", "gelu"), "classifier"),
+    "flaubert": _SUMMARY,
+    "fnet": _POOLER,
+    "gte": _POOLER,
+    "ibert": _DENSE,
+    "jina_embeddings_v3": _DENSE,
+    "layoutlm": _POOLER,
+    "luke": _POOLER,
+    "megatron-bert": _POOLER,
+    "mobilebert": _POOLER,
+    "mra": _BY_HIDDEN_ACT,
+    "nomic_bert": _POOLER,
+    "nystromformer": _BY_HIDDEN_ACT,
+    "rembert": _POOLER,
+    "roberta-prelayernorm": _DENSE,
+    "roc_bert": _POOLER,
+    "roformer": _BY_HIDDEN_ACT,
+    "squeezebert": _POOLER,
+    "tapas": _POOLER,
+    "ultrabert": _chain("classifier"),
+    "xlm": _SUMMARY,
+    "xlm-roberta-xl": _DENSE,
+    "xlnet": _chain(("sequence_summary.summary", "tanh"), "logits_proj"),
+    "xmod": _DENSE,
+    "yoso": _BY_HIDDEN_ACT,
     "modernbert": (*_MODERN, HeadLayer(tensor="head.norm", norm=True), *_chain("classifier")),
     "mpnet": _DENSE,
     "roberta": _DENSE,
     "xlm-roberta": _DENSE,
+}
+# The row of these, where it is not the first; by `classifier_pooling` of config.json where that decides.
+_SEQUENCE_POOLING: dict[str, PoolingType | dict[str, PoolingType]] = {
+    "ctrl": PoolingType.LAST_NOT_PAD,
+    "eurobert": {"bos": PoolingType.CLS, "mean": PoolingType.MEAN},
+    "modernbert": {"cls": PoolingType.CLS, "mean": PoolingType.MEAN},
+    "ultrabert": {"cls": PoolingType.CLS, "mean": PoolingType.MEAN},
+    "xlnet": PoolingType.LAST,
 }
 _SCORE = _chain("score", bias=None)
 _TWO_LAYER_SCORE = _chain(("score.0", "relu"), "score.2")
@@ -207,6 +252,11 @@ def _recipe_of(config: ModelConfig, checkpoint: Checkpoint) -> HeadRecipe | None
     if architecture.endswith("ForTokenClassification"):
         return HeadRecipe(layers=_token_layers(config, checkpoint), token_level=True)
     if architecture.endswith("ForSequenceClassification"):
+        if config.is_encoder_decoder:
+            raise UnsupportedArchitectureError(
+                f"{config.name}: the head of {architecture} reads the decoder's states, and of an encoder-decoder only "
+                "the encoder runs; convert='embed' takes its embeddings"
+            )
         return _sequence_recipe(config)
     if "Reward" not in architecture:
         return None
@@ -224,14 +274,24 @@ def _sequence_recipe(config: ModelConfig) -> HeadRecipe:
     layers = _SEQUENCE.get(config.model_type)
     if layers is None:
         return HeadRecipe(layers=_SCORE)
-    layers = tuple(
-        replace(layer, activation=config.head.activation or layer.activation)
-        if layer.tensor in ("head.dense", "pooler.dense") and layer.activation == "gelu"
-        else layer
-        for layer in layers
-    )
-    mean = config.model_type == "modernbert" and config.head.pooling == "mean"
-    return HeadRecipe(layers=layers, pooling=PoolingType.MEAN if mean else PoolingType.CLS)
+    layers = tuple(replace(layer, activation=_activation(layer, config)) for layer in layers)
+    pooling = _SEQUENCE_POOLING.get(config.model_type, PoolingType.CLS)
+    if isinstance(pooling, dict):
+        if config.head.pooling not in pooling:
+            raise UnsupportedArchitectureError(
+                f"{config.name}: config.json has classifier_pooling={config.head.pooling!r}; for "
+                f"{config.architecture} the head's row may be: {', '.join(pooling)}"
+            )
+        pooling = pooling[config.head.pooling]
+    return HeadRecipe(layers=layers, pooling=pooling)
+
+
+def _activation(layer: HeadLayer, config: ModelConfig) -> str | None:
+    """The activation of a layer, where config.json may say another."""
+    if layer.activation == "hidden_act":
+        return config.hidden_act
+    is_open = layer.tensor in ("head.dense", "pooler.dense") and layer.activation == "gelu"
+    return config.head.activation or layer.activation if is_open else layer.activation
 
 
 def _token_layers(config: ModelConfig, checkpoint: Checkpoint) -> tuple[HeadLayer, ...]:

@@ -41,7 +41,8 @@ from anypool.model_executor.weights.loading import construct
 from anypool.model_executor.weights.repository import Repository
 from anypool.pooling.methods import PoolingType
 from anypool.pooling.plan import PoolingDefaults
-from anypool.pooling.pooler import EmbedPooler
+from anypool.pooling.pooler import EmbedPooler, Pooler
+from anypool.pooling.routed import RoutedEmbedPooler
 from anypool.pooling.tasks import PoolingTask
 
 logger = logging.getLogger(__name__)
@@ -145,6 +146,11 @@ def load_pooling_model(
             f"PoolerConfig: pooling_type={'+'.join(user.pooling_types)!r} has no effect: "
             f"{model_cls.__name__} has a pooler of its own"
         )
+    if recipe.multi_vector is not None and engine.convert in ("embed", "reward") and user.pooling_types is None:
+        raise ConfigError(
+            f"convert={engine.convert!r}: {config.name} gives a vector per token; for one per text say how it is "
+            "pooled, pooler_config=PoolerConfig(pooling_type='MEAN')"
+        )
     device = pick_device(engine.device)
     dtype = pick_dtype(engine.dtype, config, device, quantized=engine.quantization is not None)
     if engine.quantization is not None:
@@ -190,7 +196,7 @@ def load_pooling_model(
     elif multi_vector is not None:
         serve_token_vectors(model, multi_vector, token_head.to(device), types=types)
     else:
-        model.pooler.install(PoolingTask.EMBED, EmbedPooler(types, dense.to(device)))
+        model.pooler.install(PoolingTask.EMBED, _embed_pooler(opened, recipe, types, dense, size).to(device))
         if head is not None:
             head.module.to(device)
             for task, pooler in score_poolers(head, types=settings["score_pooling_type"].value).items():
@@ -216,6 +222,8 @@ def load_pooling_model(
         )
     by_sparse = next((one.sparse for one in (bge_m3, sparse) if one is not None), None)
     defaults = pooling_defaults(model, config, settings, size, user, head, by_sparse)
+    if recipe.router is not None and recipe.router.heads:
+        defaults = replace(defaults, sides=frozenset(recipe.router.heads))
     if multi_vector is not None:
         defaults = replace(defaults, token_vectors=token_vector_defaults(multi_vector, defaults))
     if engine.chat_template is not None:
@@ -236,6 +244,25 @@ def load_pooling_model(
         quantization=quantization,
         multi_vector=multi_vector,
     )
+
+
+def _embed_pooler(
+    opened: OpenedModel, recipe: Recipe, types: tuple[PoolingType, ...], dense: nn.Sequential, size: int
+) -> Pooler:
+    """The pooler of dense vectors, with a head for each side where the checkpoint's router has several."""
+    heads = {} if recipe.router is None else recipe.router.heads
+    if not heads:
+        return EmbedPooler(types, dense)
+    found = {}
+    for side, modules in heads.items():
+        in_features = opened.config.hidden_size * len(types)
+        found[side], out_features = build_head(opened.repository, modules, in_features)
+        if out_features != size:
+            raise CheckpointFormatError(
+                f"{opened.repository.name}: the routes give vectors of {size} and of {out_features} numbers, which "
+                "cannot be compared"
+            )
+    return RoutedEmbedPooler(types, found)
 
 
 def _heads(model: Any) -> Iterable[nn.Module]:

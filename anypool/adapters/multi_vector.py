@@ -193,7 +193,7 @@ def serve_token_vectors(
     if expansion is not None and not expansion.attended and not getattr(model, "takes_fewer_keys", False):
         raise CheckpointFormatError(
             f"{type(model).__name__}: the checkpoint expands queries with tokens that are not attended to, which this "
-            "backbone cannot leave out; known to be able to: the native classes but DeBERTa"
+            "backbone cannot leave out: take another that was trained from, or one whose expansion is attended to"
         )
     pooler = MultiVectorPooler(head, queries=multi_vector.queries.kept, documents=multi_vector.documents.kept)
     for task in model.pooler.tasks:

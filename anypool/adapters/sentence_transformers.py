@@ -7,7 +7,7 @@ Module types are matched by their last dotted component, which is all that staye
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 from anypool.adapters.heads import Head, HeadRecipe
 from anypool.adapters.lm_head_rows import rows_head
 from anypool.adapters.multi_vector import MultiVectorRecipe
+from anypool.adapters.router import ROUTERS, RouterRecipe, read_router
 from anypool.adapters.sparse_recipe import SparseRecipe, read_auto_encoder, read_max_active_dims, read_splade
 from anypool.config import is_int
 from anypool.errors import CheckpointFormatError, UnsupportedArchitectureError
@@ -103,6 +104,7 @@ class Recipe:
         score_modules: (type, path, config) of what turns a CrossEncoder's pooled row into scores.
         message_format: "flat" or "structured" where a CrossEncoder's pairs go through its chat template.
         template_variables: What that template sees beside the pair.
+        router: Which way queries and documents go, where they go different ones.
         sparse: What makes sparse vectors of a SparseEncoder.
         max_active_dims: How many of their weights are kept; None for all, or for what `sparse` says.
         multi_vector: How token vectors are made, where the checkpoint is about these.
@@ -125,6 +127,7 @@ class Recipe:
     score_modules: tuple[tuple[str, str, Mapping[str, Any]], ...] = ()
     message_format: str | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+    router: RouterRecipe | None = None
     sparse: SparseRecipe | None = None
     max_active_dims: int | None = None
     multi_vector: MultiVectorRecipe | None = None
@@ -166,6 +169,36 @@ def read_recipe(repository: Repository) -> Recipe:
         return _cross_encoder(repository, modules, common)
     if _is_two_tower(repository, modules[0]):
         return _two_tower(repository, modules, common)
+    place = next((index for index, (name, _) in enumerate(modules) if name in ROUTERS), None)
+    if place is not None:
+        return _routed(repository, modules, place, kind, common)
+    return _embedder(repository, modules, kind, common)
+
+
+def _routed(
+    repository: Repository, modules: list[tuple[str, str]], place: int, kind: str, common: Mapping[str, Any]
+) -> Recipe:
+    """One transformer, and after it modules that are not the same for queries and documents."""
+    router, chains = read_router(repository, modules[place][1])
+    recipes = {
+        side: _embedder(repository, [*modules[:place], *chain, *modules[place + 1 :]], kind, common)
+        for side, chain in chains.items()
+    }
+    first = recipes.get(None) or next(iter(recipes.values()))
+    if any(replace(recipe, modules=first.modules) != first for recipe in recipes.values()) or (
+        first.sparse is not None and any(recipe.modules != first.modules for recipe in recipes.values())
+    ):
+        raise UnsupportedArchitectureError(
+            f"{repository.name}: the routes for queries and documents have different transformers or poolings; "
+            "supported are routes that differ in what follows pooling"
+        )
+    if any(recipe.modules != first.modules for recipe in recipes.values()):
+        router = replace(router, heads={side: recipe.modules for side, recipe in recipes.items()})
+    return replace(first, router=router)
+
+
+def _embedder(repository: Repository, modules: list[tuple[str, str]], kind: str, common: Mapping[str, Any]) -> Recipe:
+    """A transformer, and what makes dense or sparse vectors of its states."""
     if modules[1:2] and modules[1][0] == "SpladePooling":
         return _splade(repository, modules, common)
     if len(modules) < 2 or [kind for kind, _ in modules[:2]] != ["Transformer", "Pooling"]:
@@ -393,7 +426,8 @@ def module_config(
     if kind not in ("Dense", "LayerNorm", "Normalize"):
         raise CheckpointFormatError(
             f"{repository.name}: modules.json lists a module {kind!r} that is not supported; "
-            "supported: Dense, LayerNorm, Normalize, Dropout"
+            f"supported after {'the Transformer' if rows == 'token_embeddings' else 'Pooling'}: Dense, LayerNorm, "
+            "Normalize, Dropout"
         )
     config = repository.read_object(f"{path}/config.json")
     if config is None and kind != "Normalize":

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from anypool.adapters.masked_lm_head import MaskedLMHead, placed, read_masked_lm_head, word_embeddings
+from anypool.adapters.router import RouterRecipe
 from anypool.adapters.sentence_transformers import Recipe
 from anypool.adapters.sparse_recipe import AutoEncoderRecipe, SpladeRecipe
 from anypool.errors import CheckpointFormatError, ConfigError
@@ -115,12 +116,20 @@ def _splade(asked: SpladeRecipe, recipe: Recipe, head: MaskedLMHead) -> SparseHe
     return SparseHead(
         name=f"SPLADE, {asked.strategy} of {activation} over {head.size:,} words",
         sparse=SparseDefaults(
-            size=head.size, max_active_dims=recipe.max_active_dims, joins_windows=asked.strategy == "max"
+            size=head.size,
+            max_active_dims=recipe.max_active_dims,
+            joins_windows=asked.strategy == "max",
+            **_ways(recipe),
         ),
         build=build,
         is_alone=True,
         tensors=head.tensors,
     )
+
+
+def _ways(recipe: Recipe) -> dict[str, frozenset[bool | None]]:
+    router = recipe.router or RouterRecipe()
+    return {"looked_up": router.looked_up, "unrouted": router.unrouted}
 
 
 def _auto_encoder(asked: AutoEncoderRecipe, recipe: Recipe, repository: Repository) -> SparseHead:
@@ -151,7 +160,10 @@ def _auto_encoder(asked: AutoEncoderRecipe, recipe: Recipe, repository: Reposito
     return SparseHead(
         name=f"sparse autoencoder {asked.input_dim} -> {asked.hidden_dim}, {most} active",
         sparse=SparseDefaults(
-            size=asked.hidden_dim, max_active_dims=recipe.max_active_dims or most, joins_windows=False
+            size=asked.hidden_dim,
+            max_active_dims=recipe.max_active_dims or most,
+            joins_windows=False,
+            **_ways(recipe),
         ),
         build=build,
     )

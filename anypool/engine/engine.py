@@ -179,7 +179,7 @@ class Engine:
         """
         check_turn(priority, timeout_s)
         now = time.monotonic()
-        requests = leaves(requests)
+        requests = [request for request in leaves(requests) if not request.is_answered]
         tokens = sum(map(len, requests))
         if bounded and self._refusal(tokens, priority):
             self._sweep()

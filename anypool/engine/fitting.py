@@ -58,7 +58,7 @@ class Fitting:
         if self.in_windows:
             self._check_windows()
         if loaded.multi_vector is not None:
-            self._check_expansion(loaded.multi_vector)
+            self._check_sides(loaded.multi_vector)
 
     @property
     def longest(self) -> int | None:
@@ -288,7 +288,12 @@ class Fitting:
             f"{what} {self.longest:,}{unit}{windows}: pass truncate_prompt_tokens=-1, or split the text"
         )
 
-    def _check_expansion(self, multi_vector: MultiVector) -> None:
+    def _check_sides(self, multi_vector: MultiVector) -> None:
+        require(
+            not self.in_windows,
+            f"PoolerConfig: enable_chunked_processing has no meaning for {self.loaded.config.name}, whose documents "
+            "are cut where their checkpoint says; truncate_prompt_tokens takes longer ones",
+        )
         expansion = multi_vector.queries.expansion
         require(
             expansion is None or expansion.length <= self.max_model_len,

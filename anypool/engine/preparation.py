@@ -12,6 +12,7 @@ from anypool.adapters.multi_vector import MultiVector, Side
 from anypool.adapters.rerank_templates import TemplatedPrompt
 from anypool.engine.fitting import Fitted, Fitting
 from anypool.engine.image_prompts import ImagePrompts
+from anypool.engine.lookup import Lookup
 from anypool.engine.prompts import ImagePrompt, Prompt, TextPair, check_prompt, check_text
 from anypool.engine.request import Request
 from anypool.engine.spans import SpannedPrompt, token_spans
@@ -72,6 +73,9 @@ class Preparation:
         self._fitting = Fitting(loaded, tokenizer, max_model_len)
         self._images = ImagePrompts(loaded, max_model_len)
         self._ids = itertools.count()
+        router = loaded.recipe.router
+        if router is not None and router.table is not None and loaded.defaults.sparse is not None:
+            self._lookup = Lookup(loaded, tokenizer)
 
     def prepare(
         self,
@@ -85,8 +89,65 @@ class Preparation:
             raise InvalidPromptError(f"prompts={prompts!r:.80} is not a list of prompts")
         tasks = (task,) if isinstance(task, PoolingTask) else tuple(task)
         plans = self._plans(len(prompts), tasks, params)
+        if PoolingTask.SPARSE_EMBED in tasks or self.loaded.defaults.sides is not None:
+            return self._by_side(prompts, plans, options)
         if PoolingTask.TOKEN_EMBED in tasks and self.loaded.multi_vector is not None:
             return self._token_vectors(prompts, plans, options, self.loaded.multi_vector)
+        return self._requests(prompts, plans, options)
+
+    def _by_side(
+        self, prompts: Sequence[Any], plans: Sequence[tuple[PoolingPlan, ...]], options: PromptOptions
+    ) -> list[Request]:
+        """Requests where sides count: texts of each get its prompt, and those of some are only looked up."""
+        sides = [
+            next((plan for plan in several if plan.is_looked_up or plan.side is not None), several[0])
+            for several in plans
+        ]
+        made: dict[int, Request] = {}
+        for side in dict.fromkeys(plan.side for plan in sides):
+            places = [index for index, plan in enumerate(sides) if plan.side == side]
+            chosen, asked = self._with_prompt_of(side, options), [prompts[index] for index in places]
+            if sides[places[0]].is_looked_up:
+                if len(plans[0]) > 1:
+                    raise UnsupportedTaskError(
+                        f"{self.loaded.config.name} looks these texts up and does not run them: ask for sparse_embed "
+                        "alone",
+                        param="task",
+                    )
+                requests = self._looked_up(asked, [sides[index] for index in places], chosen)
+            else:
+                requests = self._requests(asked, [plans[index] for index in places], chosen)
+            made |= dict(zip(places, requests, strict=True))
+        return [made[index] for index in range(len(plans))]
+
+    def _looked_up(self, prompts: Sequence[Any], plans: Sequence[PoolingPlan], options: PromptOptions) -> list[Request]:
+        checked = [check_prompt(prompt, index) for index, prompt in enumerate(prompts)]
+        _refuse_prompt_before_ids(options, checked)
+        prefix, _ = self._prompt_prefix(options)
+        texts: list[str | list[int]] = []
+        for index, prompt in enumerate(checked):
+            if not isinstance(prompt, (str, list)):
+                raise InvalidPromptError(f"input {index} is a pair of texts, and these are read each by itself")
+            texts.append(prefix + prompt if isinstance(prompt, str) else prompt)
+        limit = options.truncate_prompt_tokens
+        if limit is not None and limit != -1:
+            self._fitting.limit(limit)  # checks it
+        return self._lookup.requests(
+            texts, plans, [str(next(self._ids)) for _ in texts], None if limit == -1 else limit
+        )
+
+    def _with_prompt_of(self, side: bool | None, options: PromptOptions) -> PromptOptions:
+        """The options with the prompt that the checkpoint has for a side, where the caller names none."""
+        if side is None or options.prompt is not None or options.prompt_name is not None:
+            return options
+        prompts = self.loaded.recipe.prompts
+        names = ("query",) if side else ("document", "passage", "corpus")
+        return replace(options, prompt_name=next((name for name in names if name in prompts), None))
+
+    def _requests(
+        self, prompts: Sequence[Any], plans: Sequence[tuple[PoolingPlan, ...]], options: PromptOptions
+    ) -> list[Request]:
+        """Requests for prompts that are run as they are, with one prompt before all of them."""
         limit = self._fitting.limit(options.truncate_prompt_tokens)
         side = self._side(options)
         prefix, skip = self._prompt_prefix(options)
@@ -157,6 +218,8 @@ class Preparation:
                 raise InvalidPromptError(
                     f"input {index} is a pair of texts, and {self.loaded.config.name} reads each text by itself"
                 )
+            if isinstance(prompt, ImagePrompt):
+                raise InvalidPromptError(f"input {index} has an image, and {self.loaded.config.name} reads text alone")
             ids = next(encoded) if isinstance(prompt, str) else prompt
             tokens = self._fitting.one_side(which, ids, index, asked, side=end)
             self._check_ids(tokens, index, plan)

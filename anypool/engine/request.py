@@ -54,6 +54,7 @@ class Request:
             and between the chunks of a long prompt.
         parts: What is run in its place.
         combine: Makes its result of theirs; there where there are parts.
+        is_answered: Whether it has its result without being run.
         also: Requests of other tasks that the same run answers, before it is answered itself.
     """
 
@@ -80,6 +81,7 @@ class Request:
     parts: tuple[Request, ...] = ()
     combine: Combine | None = None
     also: tuple[Request, ...] = ()
+    is_answered: bool = False
 
     def __post_init__(self) -> None:
         if self.parts:

@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anypool.entrypoints.cli_files import WRITERS, add_file_flags, add_prompt_flags, check_output, read_texts, write
+from anypool.entrypoints.cli_files import (
+    ROW_ENDINGS,
+    WRITERS,
+    add_file_flags,
+    add_prompt_flags,
+    check_output,
+    read_texts,
+    write,
+)
 from anypool.entrypoints.cli_flags import add_engine_flags, engine_arguments
 from anypool.entrypoints.llm import LLM
 from anypool.errors import InvalidParameterError
@@ -34,6 +42,10 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibration", metavar="FILE", help=".npy of float vectors that int8 and uint8 take their ranges from"
     )
+    parser.add_argument("--sparse", action="store_true", help="sparse vectors: indices and values")
+    parser.add_argument(
+        "--max-active-dims", type=int, metavar="N", help="how many weights of a sparse vector to keep, the largest"
+    )
     add_prompt_flags(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=run)
@@ -41,6 +53,10 @@ def add_command(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Embeds. Whatever is wrong with files or flags is found before the model is loaded."""
+    if arguments.sparse:
+        return _run_sparse(arguments)
+    if arguments.max_active_dims is not None:
+        raise InvalidParameterError("--max-active-dims goes with --sparse")
     params = PoolingParams(dimensions=arguments.dimensions, normalize=arguments.normalize)
     output = check_output(arguments.output, tuple(WRITERS))
     texts = read_texts(arguments, what="embed")
@@ -60,6 +76,38 @@ def run(arguments: argparse.Namespace) -> int:
         row_E[:] = one.outputs.numpy()
     stored_NE = quantize_embeddings(vectors_NE, arguments.precision, calibration_embeddings=calibration)
     write(output, {"index": np.arange(len(stored_NE)), "embedding": stored_NE})
+    return 0
+
+
+def _run_sparse(arguments: argparse.Namespace) -> int:
+    params = PoolingParams(max_active_dims=arguments.max_active_dims)
+    dense = {
+        "--dimensions": arguments.dimensions,
+        "--normalize": arguments.normalize,
+        "--calibration": arguments.calibration,
+    }
+    given = [flag for flag, value in dense.items() if value is not None]
+    if given or arguments.precision != "float32":
+        raise InvalidParameterError(
+            f"{(*given, '--precision')[0]} is about dense vectors, and does not go with --sparse"
+        )
+    output = check_output(arguments.output, ROW_ENDINGS)
+    texts = read_texts(arguments, what="embed")
+    with LLM(arguments.model, **engine_arguments(arguments)) as llm:
+        outputs = llm.sparse_embed(
+            texts,
+            params,
+            prompt_name=arguments.prompt_name,
+            truncate_prompt_tokens=arguments.truncate_prompt_tokens,
+            use_tqdm=sys.stderr.isatty(),
+        )
+    vectors = [one.outputs for one in outputs]
+    columns: dict[str, Any] = {
+        "index": np.arange(len(vectors)),
+        "indices": [vector.indices.numpy() for vector in vectors],
+        "values": [vector.values.numpy() for vector in vectors],
+    }
+    write(output, columns)
     return 0
 
 

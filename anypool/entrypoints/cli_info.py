@@ -22,6 +22,8 @@ from anypool.model_executor.models.transformers_backend import TransformersModel
 from anypool.model_executor.registry import is_encoder_model
 from anypool.pooling.heads import LMHeadRows, Normalize
 
+# Texts by the values of `is_query`.
+_SIDES = {True: "queries", False: "documents", None: "texts of which nothing is said"}
 _BUILT_IN = "anypool.model_executor.models."
 _THROUGH_TRANSFORMERS = tuple(_BUILT_IN + name for name in ("transformers_backend", "two_tower", "vision_language"))
 
@@ -69,6 +71,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "multi_vector": None if loaded.multi_vector is None else _multi_vector(loaded.multi_vector, loaded),
         "embedding_size": defaults.size.full,
         "trained_dimensions": None if defaults.size.allowed is None else list(defaults.size.allowed),
+        "sparse": _sparse(loaded),
         "head": None if loaded.head is None else _head(loaded.head, loaded),
         "rerank_template": _template_name(loaded, engine.config.chat_template),
         "similarity": recipe.similarity_fn_name or "cosine"
@@ -104,6 +107,7 @@ def as_text(facts: dict[str, Any]) -> str:
         ("modules", ", ".join(map(_module, facts["modules"])) or "none"),
         *_sides(facts["multi_vector"]),
         ("embedding size", str(facts["embedding_size"])),
+        ("sparse vectors", _sparse_line(facts["sparse"])),
         ("trained sizes", ", ".join(map(str, facts["trained_dimensions"] or ())) or "not stated"),
         *_scores(facts),
         *_prompts(facts),
@@ -114,6 +118,26 @@ def as_text(facts: dict[str, Any]) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _sparse(loaded: LoadedModel) -> dict[str, Any] | None:
+    defaults = loaded.defaults.sparse
+    if defaults is None:
+        return None
+    return {
+        "made_by": "weights of the text's own tokens" if loaded.sparse is None else loaded.sparse.name,
+        "size": defaults.size,
+        "max_active_dims": defaults.max_active_dims,
+        "looked_up": [_SIDES[side] for side in sorted(defaults.looked_up, key=str)],
+    }
+
+
+def _sparse_line(facts: dict[str, Any] | None) -> str:
+    if facts is None:
+        return "none"
+    most = "" if facts["max_active_dims"] is None else f", at most {facts['max_active_dims']:,}"
+    looked_up = f"; looked up for {', '.join(facts['looked_up'])}" if facts["looked_up"] else ""
+    return f"{facts['made_by']}{most}{looked_up}"
 
 
 def _quantization(quantization: Quantization) -> dict[str, Any]:

@@ -34,9 +34,11 @@ def add_command(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Loads the models and serves them until a signal comes."""
+    from anypool.entrypoints.serve.auth import Keys
     from anypool.entrypoints.serve.server import bind, serve  # imports what the extra installs
 
     options = ServerOptions.gather(arguments_of(arguments, ServerOptions), path=arguments.config)
+    Keys(options.api_key, options.api_key_file)  # before a model is loaded
     given = engine_arguments(arguments)
     configs = [EngineConfig.from_kwargs(model=arguments.model, **given)]
     for text in arguments.more_models:

@@ -176,13 +176,23 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        is_query: bool | None = None,
         **arguments: Unpack[PromptArguments],
     ) -> list[SparseEmbeddingRequestOutput]:
         """A sparse vector per prompt, with `outputs.indices`, `outputs.values` and `outputs.size`.
 
-        `PoolingParams(max_active_dims=)` keeps only the largest weights. Arguments and errors as for `embed`.
+        Arguments and errors are as for `embed`.
+
+        Args:
+            prompts: As for `embed`.
+            pooling_params: `max_active_dims` keeps only the largest weights.
+            is_query: Whether the prompts are queries or documents, for the checkpoint's own prompts and, in a model
+                with a router, its ways for them. Its default way where neither this nor `pooling_params` says so.
+            **arguments: As for `embed`.
         """
-        requests, results = self._run(prompts, PoolingTask.SPARSE_EMBED, pooling_params, arguments)
+        params = _of_side(pooling_params, is_query)
+        requests, results = self._run(prompts, PoolingTask.SPARSE_EMBED, params, arguments)
         return [
             SparseEmbeddingRequestOutput(**_common(request), outputs=self._sparse(result))
             for request, result in zip(requests, results, strict=True)

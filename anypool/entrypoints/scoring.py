@@ -266,6 +266,8 @@ def _embeddings(
 ) -> ScoringPlan:
     compare = similarity(engine.loaded.recipe.similarity_fn_name)
     jobs = _sides(engine, left, right, PoolingTask.EMBED, params, options, roles)
+    if engine.loaded.defaults.sides is not None:
+        jobs = _routed(jobs)
 
     def finish(ran: Sequence[Ran]) -> Scores:
         pairs = _matched(jobs, ran, left, right)
@@ -301,6 +303,14 @@ def _sides(
     return jobs
 
 
+def _routed(jobs: Sequence[Job]) -> list[Job]:
+    """The jobs with the first side as queries and the second as documents."""
+    return [
+        replace(job, params=replace(job.params or PoolingParams(), is_query=is_query))
+        for job, is_query in zip(jobs, (True, False), strict=True)
+    ]
+
+
 def _sparse_vectors(
     engine: Engine,
     left: list[str],
@@ -315,6 +325,8 @@ def _sparse_vectors(
     size = loaded.defaults.sparse.size
     compare = similarity(loaded.recipe.similarity_fn_name or "dot")
     jobs = _sides(engine, left, right, PoolingTask.SPARSE_EMBED, params, options, roles)
+    if loaded.recipe.router is not None:
+        jobs = _routed(jobs)
 
     def finish(ran: Sequence[Ran]) -> Scores:
         pairs = _matched(jobs, ran, left, right)

@@ -31,6 +31,9 @@ class ServerOptions:
     api_key_file: str | None = _option(None, "file with one key per line, read again when it changes")
     max_body_bytes: int = _option(64 * 1024 * 1024, "largest request body")
     max_inputs: int = _option(16_384, "most inputs in one request")
+    max_concurrent_requests: int | None = _option(
+        None, "most requests that run a model at once, above which one is answered with 429; by default no limit"
+    )
     max_request_tokens: int | None = _option(None, "most tokens in one request; by default only the queue's limit")
     request_timeout: float | None = _option(None, "seconds after which a request is answered with 504")
     body_timeout: float = _option(120.0, "seconds that a request's body may take to arrive")
@@ -56,9 +59,9 @@ class ServerOptions:
             listed = (value,) if isinstance(value, str) else tuple(value)
             require(all(isinstance(one, str) and one for one in listed), f"{name}={value!r} is not texts")
             object.__setattr__(self, name, listed)
-        for name, least in (("max_body_bytes", 1), ("max_inputs", 1), ("max_request_tokens", 1), ("drain_timeout", 0)):
-            value = getattr(self, name)
-            optional = name == "max_request_tokens" and value is None
+        for name in ("max_body_bytes", "max_inputs", "max_request_tokens", "max_concurrent_requests", "drain_timeout"):
+            value, least = getattr(self, name), 0 if name == "drain_timeout" else 1
+            optional = name in ("max_request_tokens", "max_concurrent_requests") and value is None
             require(optional or (is_int(value) and value >= least), f"{name}={value!r} is not a number from {least} on")
         for name in ("request_timeout", "body_timeout", "shutdown_delay"):
             value = getattr(self, name)

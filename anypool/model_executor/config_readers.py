@@ -54,7 +54,7 @@ class HeadConfig:
         id2label: Their names.
         problem_type: regression, single_label_classification or multi_label_classification.
         score_activation: Dotted path of the activation that a sentence-transformers CrossEncoder was saved with.
-        pooling: "cls" or "mean", where the family leaves it open.
+        pooling: The row of a text, where the family leaves it open: "cls", "bos", "mean" or "late".
         activation: Of the layer before the classifier, where the family leaves it open.
         classifier_from_token: Tokens whose LM-head rows are the classifier.
         method: How they become one.
@@ -104,7 +104,7 @@ def read_head(keys: Keys) -> HeadConfig:
         id2label=names,
         problem_type=_problem_type(keys),
         score_activation=activation or keys.get("sbert_ce_default_activation_function", None),
-        pooling=keys.get("classifier_pooling", "cls"),
+        pooling=keys.get("classifier_pooling", "late" if keys.raw.get("model_type") == "eurobert" else "cls"),
         activation=named if isinstance(named, str) else keys.get("pooler_hidden_act", None),
         classifier_from_token=tuple(keys.get("classifier_from_token", None) or ()),
         method=keys.get("method", None),

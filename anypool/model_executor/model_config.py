@@ -214,6 +214,7 @@ def _read_with_transformers(repository: Repository, raw: Mapping[str, Any], trus
     values["is_encoder_decoder"] = is_encoder_decoder
     values["tie_word_embeddings"] = bool(getattr(text, "tie_word_embeddings", False))
     values["final_softcap"] = getattr(text, "final_logit_softcapping", None)
+    values["hidden_act"] = str(getattr(text, "hidden_act", None) or "gelu")
     values["norm_eps"] = getattr(text, "layer_norm_eps", None) or 1e-6
     return values
 

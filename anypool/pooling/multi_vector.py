@@ -30,7 +30,11 @@ class KeptTokens:
 
     def keeps_any(self, ids: Sequence[int]) -> bool:
         """Whether a text with these ids has a vector at all."""
-        return any(i not in self.dropped and (self.only is None or i in self.only) for i in ids)
+        return any(map(self.keeps, ids))
+
+    def keeps(self, one: int) -> bool:
+        """Whether tokens of this id have a vector."""
+        return one not in self.dropped and (self.only is None or one in self.only)
 
     def mask(self, ids_T: torch.Tensor) -> torch.Tensor | None:
         """`[T]` bool, true where a token has a vector; None where all have."""

@@ -16,8 +16,8 @@ class PoolingParams:
 
     Args:
         dimensions: How many leading dimensions of the embedding to keep, before it is scaled.
-        normalize: Whether the embedding is scaled to unit length.
         max_active_dims: How many weights of a sparse vector to keep, the largest; ties go to the lower index.
+        normalize: Whether the embedding is scaled to unit length.
         use_activation: False for raw scores, and for embeddings that are not scaled.
         activation: What turns scores into probabilities: one of `anypool.config.ACTIVATIONS`.
         step_tag_id: Keep the tokens with this id, of a token-level result.
@@ -33,6 +33,7 @@ class PoolingParams:
     """
 
     dimensions: int | None = None
+    max_active_dims: int | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
     activation: str | None = None
@@ -42,7 +43,6 @@ class PoolingParams:
     pool_factor: float | None = None
     token_pooling: str | None = None
     softmax: bool | None = None
-    max_active_dims: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("dimensions", "max_active_dims"):

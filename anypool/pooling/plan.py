@@ -74,11 +74,15 @@ class SparseDefaults:
         size: Length of the vectors: the vocabulary's, or the number of latent dimensions.
         max_active_dims: How many weights are kept; None keeps all.
         joins_windows: Whether the largest weights of a text's windows are the text's.
+        looked_up: The values of `is_query` of texts that are looked up in a table rather than run.
+        unrouted: Those of texts that the model has no way for.
     """
 
     size: int
     max_active_dims: int | None = None
     joins_windows: bool = True
+    looked_up: frozenset[bool | None] = frozenset()
+    unrouted: frozenset[bool | None] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +116,7 @@ class PoolingDefaults:
         scores: Of each task that gives scores.
         logit_mean, logit_sigma: Calibration of scores before the activation.
         sparse: Of sparse vectors, where the model gives them.
+        sides: The values of `is_query` that texts may have, where queries and documents have different heads.
         token_vectors: Of a multi-vector model.
     """
 
@@ -123,6 +128,7 @@ class PoolingDefaults:
     logit_mean: float = 0.0
     logit_sigma: float = 1.0
     sparse: SparseDefaults | None = None
+    sides: frozenset[bool | None] | None = None
     token_vectors: TokenVectorDefaults | None = None
 
 
@@ -146,11 +152,13 @@ class PoolingPlan:
     is_query: bool = False
     token_pooling: TokenPooling | None = None
     max_active_dims: int | None = None
+    side: bool | None = None
+    is_looked_up: bool = False
 
 
 _EMBED_FIELDS = ("dimensions", "normalize", "use_activation")
 _TOKEN_VECTOR_FIELDS = (*_EMBED_FIELDS, "is_query", "pool_factor", "token_pooling")
-_SPARSE_FIELDS = ("max_active_dims",)
+_SPARSE_FIELDS = ("max_active_dims", "is_query")
 _SCORE_FIELDS = ("activation", "use_activation")
 _TOKEN_SCORE_FIELDS = (*_SCORE_FIELDS, "step_tag_id", "returned_token_ids")
 
@@ -162,13 +170,13 @@ def make_plan(task: PoolingTask, params: PoolingParams, defaults: PoolingDefault
     if task is PoolingTask.SPARSE_EMBED:
         _only(params, _SPARSE_FIELDS, task)
         assert defaults.sparse is not None
-        return PoolingPlan(task=task, max_active_dims=params.max_active_dims or defaults.sparse.max_active_dims)
+        return _sparse_plan(params, defaults.sparse, defaults.size.model)
     scores = defaults.scores.get(task)
     if task is PoolingTask.TOKEN_EMBED and defaults.token_vectors is not None:
         _only(params, _TOKEN_VECTOR_FIELDS, task)
         return _token_vector_plan(params, defaults.token_vectors)
     if scores is None:
-        _only(params, _EMBED_FIELDS, task)
+        _only(params, tuple(dict.fromkeys((*_EMBED_FIELDS, *_fields_of(task, defaults)))), task)
         return _embed_plan(task, params, defaults)
     _only(params, _TOKEN_SCORE_FIELDS if scores.token_level else _SCORE_FIELDS, task)
     columns = scores.returned_columns
@@ -186,6 +194,24 @@ def make_plan(task: PoolingTask, params: PoolingParams, defaults: PoolingDefault
         returned_columns=columns,
         reported_column=scores.reported_column if columns is None and activation != "none" else None,
     )
+
+
+def _sparse_plan(params: PoolingParams, defaults: SparseDefaults, model: str) -> PoolingPlan:
+    _check_side(params.is_query, frozenset({True, False, None}) - defaults.unrouted, model)
+    return PoolingPlan(
+        task=PoolingTask.SPARSE_EMBED,
+        max_active_dims=params.max_active_dims or defaults.max_active_dims,
+        side=params.is_query,
+        is_looked_up=params.is_query in defaults.looked_up,
+    )
+
+
+def _check_side(is_query: bool | None, sides: frozenset[bool | None], model: str) -> None:
+    if is_query not in sides:
+        raise InvalidParameterError(
+            f"is_query={is_query} has no route in {model}: it has one for {' and '.join(sorted(map(str, sides)))}",
+            param="is_query",
+        )
 
 
 def make_plans(
@@ -224,7 +250,9 @@ def _fields_of(task: PoolingTask, defaults: PoolingDefaults) -> tuple[str, ...]:
         return _SPARSE_FIELDS
     scores = defaults.scores.get(task)
     if scores is None:
-        return _EMBED_FIELDS if task is PoolingTask.EMBED else _EMBED_FIELDS[1:]
+        if task is not PoolingTask.EMBED:
+            return tuple(name for name in _EMBED_FIELDS if name != "dimensions")
+        return _EMBED_FIELDS if defaults.sides is None else (*_EMBED_FIELDS, "is_query")
     return _TOKEN_SCORE_FIELDS if scores.token_level else _SCORE_FIELDS
 
 
@@ -232,7 +260,14 @@ def _embed_plan(task: PoolingTask, params: PoolingParams, defaults: PoolingDefau
     asked = _asked_normalize(params)
     if task is PoolingTask.EMBED:
         dimensions = defaults.dimensions if params.dimensions is None else defaults.size.check(params.dimensions)
-        return PoolingPlan(task=task, normalize=defaults.normalize if asked is None else asked, dimensions=dimensions)
+        if defaults.sides is not None:
+            _check_side(params.is_query, defaults.sides, defaults.size.model)
+        return PoolingPlan(
+            task=task,
+            normalize=defaults.normalize if asked is None else asked,
+            dimensions=dimensions,
+            side=params.is_query,
+        )
     if params.dimensions is not None:
         raise InvalidParameterError(
             f"dimensions={params.dimensions} has no meaning for task {task.value!r}; it goes with 'embed'",

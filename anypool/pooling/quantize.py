@@ -59,6 +59,51 @@ def quantize_embeddings(
     )
 
 
+def quantize_token_embeddings(
+    embeddings: Sequence[NDArray[Any]] | Sequence[torch.Tensor],
+    precision: str,
+    *,
+    ranges: NDArray[Any] | torch.Tensor | None = None,
+    calibration_embeddings: Sequence[NDArray[Any]] | Sequence[torch.Tensor] | None = None,
+) -> list[NDArray[Any]]:
+    """`quantize_embeddings` for the token vectors of several texts, each of which has as many as it has.
+
+    Args:
+        embeddings: `[tokens, E]` of each text, float.
+        precision: One of `PRECISIONS`.
+        ranges: As there; without them and calibration embeddings int8 and uint8 take those of all texts together.
+        calibration_embeddings: Token vectors of other texts, from which the ranges are taken.
+
+    Returns:
+        As there, of each text.
+
+    Raises:
+        InvalidParameterError: As there.
+    """
+    if len(embeddings) == 0:
+        return []
+    rows = quantize_embeddings(
+        _joined(embeddings, "embeddings"),
+        precision,
+        ranges=ranges,
+        calibration_embeddings=(
+            None if calibration_embeddings is None else _joined(calibration_embeddings, "calibration_embeddings")
+        ),
+    )
+    return np.split(rows, np.cumsum([len(one) for one in embeddings])[:-1])
+
+
+def _joined(texts: Sequence[Any], name: str) -> NDArray[Any]:
+    """The rows of several texts as one matrix."""
+    matrices = [_matrix(one, name) for one in texts]
+    sizes = sorted({one.shape[1] for one in matrices})
+    if len(sizes) > 1:
+        raise InvalidParameterError(
+            f"{name} have vectors of {', '.join(map(str, sizes))} dimensions: give those of one model", param=name
+        )
+    return np.concatenate(matrices)
+
+
 def _steps(
     rows_NE: NDArray[Any], precision: str, ranges: Any, calibration: Embeddings | None
 ) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -72,6 +72,14 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mpnet": ("MPNet", PAD_1),
     "roberta": ("Roberta", {**PAD_1, "type_vocab_size": 1}),
     "xlm-roberta": ("XLMRoberta", {**PAD_1, "type_vocab_size": 1}),
+    # Through transformers in padded or packed batches.
+    "big_bird": ("BigBird", COMMON),
+    "eurobert-mean": ("EuroBert", {**GQA, "classifier_pooling": "mean"}),
+    "fnet": ("FNet", COMMON),
+    "megatron-bert": ("MegatronBert", COMMON),
+    "roformer": ("RoFormer", {**COMMON, "embedding_size": 32}),
+    "xlm": ("XLM", {"vocab_size": 120, "emb_dim": 32, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 160}),
+    "xlnet": ("XLNet", {"vocab_size": 120, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48}),
 }
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {**GQA, "head_dim": 16}),
@@ -670,3 +678,20 @@ def test_encode_without_a_task_warns_and_gives_token_vectors(llm: LLM) -> None:
     with pytest.warns(DeprecationWarning, match="means pooling_task='token_embed'"):
         outputs = llm.encode(TEXTS, use_tqdm=False)
     assert_same([o.outputs.data for o in outputs], scores(llm, TEXTS, task="token_embed"), atol=0)
+
+
+def test_a_head_whose_row_no_pooling_gives_is_refused(tmp_path: Path) -> None:
+    save_head("EuroBert", GQA, "SequenceClassification", tmp_path, classifier_pooling="late")
+    with (
+        pytest.raises(UnsupportedArchitectureError, match=r"classifier_pooling='late'; .* may be: bos, mean"),
+        loaded(tmp_path),
+    ):
+        pass
+
+
+def test_a_head_on_the_decoder_of_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 120, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48}
+    save_head("Bart", {**sizes, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 48},
+              "SequenceClassification", tmp_path)  # fmt: skip
+    with pytest.raises(UnsupportedArchitectureError, match="reads the decoder's states"), loaded(tmp_path):
+        pass

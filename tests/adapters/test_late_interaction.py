@@ -175,11 +175,34 @@ def test_every_native_encoder_expands_queries_without_attending_to_that(name: st
         assert_all_close(token_vectors(llm, RAGGED), model.encode_document(RAGGED))
 
 
+def test_a_module_of_transformers_expands_queries_so_too() -> None:
+    folder, model = encoder(tiny_bert(), query_expansion=FIXED)
+    with loaded(folder, model_impl="transformers") as llm:
+        assert_all_close(token_vectors(llm, ASKED, is_query=True), model.encode_query(ASKED))
+
+
 def test_a_decoder_gives_token_vectors_too() -> None:
     folder, model = encoder(tiny_llama(template="<s> $A </s>"), skiplist=(), query_expansion=FIXED)
     with loaded(folder) as llm:
         assert_all_close(token_vectors(llm, ASKED, is_query=True), model.encode_query(ASKED))
         assert_all_close(token_vectors(llm, RAGGED, truncate_prompt_tokens=-1), model.encode_document(RAGGED))
+
+
+def test_cached_prefixes_are_not_those_of_a_query_whose_expansion_is_not_attended_to() -> None:
+    """A document may begin with the ids of a query, mask tokens included, and mean other states by them."""
+    folder, model = encoder(tiny_llama(template="<s> $A </s>"), skiplist=(), query_expansion={**FIXED, "length": 40})
+    with loaded(folder, enable_prefix_caching=True, block_size=4) as llm:
+        [query] = llm.token_embed("the cat sat", is_query=True, use_tqdm=False)
+        [as_document] = token_vectors(llm, {"prompt_token_ids": query.prompt_token_ids})
+        again = token_vectors(llm, ["the cat sat", "the cat sat on"], is_query=True)
+    assert_all_close([query.outputs.data, *again[1:]], model.encode_query(["the cat sat", "the cat sat on"]))
+    assert_close(again[0], query.outputs.data, atol=1e-6)
+    ids = torch.tensor([query.prompt_token_ids])
+    transformer, *_ = model
+    with torch.no_grad():
+        states = transformer.model(input_ids=ids).last_hidden_state[0]
+        expected = torch.nn.functional.normalize(model[1].linear(states), dim=-1)
+    assert_close(as_document, expected)
 
 
 def test_several_layers_an_activation_and_residuals() -> None:
@@ -320,6 +343,8 @@ def test_expansion_on_the_left_or_longer_than_the_model_takes_is_an_error() -> N
         LLM(folder, device="cpu")
     with pytest.raises(ConfigError, match="are expanded to 12 tokens, and max_model_len=10 is less"):
         LLM(FIXTURES / "pylate", device="cpu", max_model_len=10)
+    with pytest.raises(ConfigError, match="enable_chunked_processing has no meaning for"):
+        LLM(FIXTURES / "pylate", device="cpu", pooler_config=PoolerConfig(enable_chunked_processing=True))
 
 
 def test_a_backbone_that_cannot_leave_keys_out_is_refused_and_runs_where_they_are_attended_to() -> None:
@@ -362,3 +387,5 @@ def test_one_vector_per_text_is_served_where_its_pooling_is_said() -> None:
     with loaded(FIXTURES / "pylate", pooler_config=PoolerConfig(pooling_type="MEAN")) as llm:
         assert llm.supported_tasks == ("token_embed", "embed")
         assert llm.embed("cat", use_tqdm=False)[0].outputs.data.shape == (16,)
+    with pytest.raises(ConfigError, match=r"convert='embed': .* gives a vector per token; for one per text say how"):
+        LLM(FIXTURES / "pylate", device="cpu", convert="embed")

@@ -556,7 +556,7 @@ def test_dense_without_weights_or_settings_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "match"),
     [
-        ({"model_type": "SparseEncoder"}, UnsupportedArchitectureError, "model_type 'SparseEncoder'"),
+        ({"model_type": "SoundEncoder"}, UnsupportedArchitectureError, "model_type 'SoundEncoder'"),
         ({"model_type": "CrossEncoder"}, CheckpointFormatError, "a CrossEncoder is a Transformer alone"),
         (
             {"default_prompt_name": "nope"},

@@ -68,11 +68,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @cache
-def masked_lm(family: str = "bert", *, tied: bool = True) -> Path:
-    """A tiny masked language model."""
+def masked_lm(family: str = "bert", *, tied: bool = True, further_words: int = 3) -> Path:
+    """A tiny masked language model. It has a few words more than its tokenizer, as padded vocabularies do."""
     torch.manual_seed(5)
     tokenizer = wordpiece_tokenizer(model_max_length=MAX_POSITIONS - 2)
-    ids = {"vocab_size": len(tokenizer) + 3, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    ids = {"vocab_size": len(tokenizer) + further_words, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
     if family == "modernbert":
         ids |= {"cls_token_id": 2, "sep_token_id": 3}
     config = transformers.AutoConfig.for_model(

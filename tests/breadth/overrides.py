@@ -4,15 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
+T5GEMMA = {
+    "vocab_size": 120,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "sliding_window": 16,
+}
 # Model type or architecture -> fields of its configuration; None leaves a common size at its default.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "canine": {"num_hash_buckets": 64, "downsampling_rate": 4, "local_transformer_stride": 16},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            name: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+            for name in ("sliding_attention", "full_attention")
+        },
+    },
+    "dbrx": {
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "dots1": {"n_shared_experts": 1},
     "dots3_note": {"num_key_value_heads": 4},
     "dots3_note_text": {"num_key_value_heads": 4},
     "esmc": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 64},
     "funnel": {"block_sizes": [1, 1, 1], "num_decoder_layers": 1, "n_head": 4, "d_head": 8},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 16,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": 0.0,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "lilt": {"hidden_size": 48, "num_attention_heads": 4},
@@ -25,7 +52,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attn_layers": ["local", "lsh"],
         "attention_head_size": 8,
     },
-    "t5gemma": {},
+    "t5gemma": {"encoder": T5GEMMA, "decoder": T5GEMMA},
+    "T5GemmaEncoderModel": {"is_encoder_decoder": False},
+    "xmod": {"default_language": "en_XX"},
 }
 
 # Model type or architecture -> what it reads, beside text or in its place.
@@ -36,6 +65,8 @@ NOT_TEXT: dict[str, str] = {
     "gemma3n": "images and sound",
     "gemma4": "images and sound",
     "gemma4_unified": "images and sound",
+    "gemma4_assistant": "hidden states of another model",
+    "gemma4_unified_assistant": "hidden states of another model",
     "git": "images",
     "got_ocr2": "images",
     "layoutlmv2": "images of pages",

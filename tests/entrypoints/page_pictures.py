@@ -18,7 +18,7 @@ from tests.entrypoints.test_operations import Program
 
 FOLDER = Path(__file__).parents[2] / "docs" / "images"
 # Seconds of requests before the picture of the charts.
-_LOAD_S = 50
+_LOAD_S = 40
 
 
 def main() -> None:

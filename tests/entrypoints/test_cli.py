@@ -69,7 +69,15 @@ PROMPT_FLAGS = {"--prompt-name", "--truncate", "--truncate-prompt-tokens"}
 OWN_FLAGS = {
     "embed": FILE_FLAGS
     | PROMPT_FLAGS
-    | {"--dimensions", "--normalize", "--no-normalize", "--precision", "--calibration"},
+    | {
+        "--dimensions",
+        "--normalize",
+        "--no-normalize",
+        "--precision",
+        "--calibration",
+        "--sparse",
+        "--max-active-dims",
+    },
     "classify": FILE_FLAGS | PROMPT_FLAGS | {"--activation"},
     "reward": FILE_FLAGS | PROMPT_FLAGS | {"--activation"},
     "rerank": FILE_FLAGS | {"--query", "--top-n", "--instruction", "--truncate-prompt-tokens", "--activation"},
@@ -82,6 +90,7 @@ OWN_FLAGS = {
         "--api-key-file",
         "--max-body-bytes",
         "--max-inputs",
+        "--max-concurrent-requests",
         "--max-request-tokens",
         "--request-timeout",
         "--body-timeout",
@@ -640,6 +649,7 @@ def test_info_says_what_the_model_is_and_who_decided(info: Callable[..., str], m
     assert facts["model"] == minilm
     assert facts["architecture"] == "BertModel"
     assert (facts["class"], facts["runs"]) == ("BertForEmbedding", "native")
+    assert facts["batches"] == {"way": "packed", "rejected": []}
     assert (facts["dtype"], facts["device"]) == ("float32", "cpu")
     assert facts["pooling"]["pooling_type"] == {"value": ["MEAN"], "source": files}
     assert facts["pooling"]["normalize"] == {"value": True, "source": files}
@@ -691,13 +701,17 @@ def test_info_is_aligned_text(info: Callable[..., str]) -> None:
 
 def test_info_shows_modules_prompts_and_sizes() -> None:
     facts: dict[str, Any] = {
-        "model": "m", "architecture": "A", "class": "C", "runs": "native", "parameters": 12345, "dtype": "float32",
+        "model": "m", "architecture": "A", "class": "C", "runs": "transformers", "dtype": "float32",
+        "parameters": 12345,
+        "batches": {"way": "padded", "rejected": ["packed batches: it takes no position_ids"]},
         "quantization": {"layers": 24, "kept_layers": ["a"], "mean_cosine": 0.99126, "min_cosine": 0.98},
         "device": "cpu", "tasks": ["embed"], "embedding_size": 256, "trained_dimensions": [128, 256],
         "attention": {
             "causal": True, "sliding_window": 512, "softcap": 50.0, "layers": {"triton": 26, "varlen": 2}
         },
         "similarity": "dot",
+        "multi_vector": None,
+        "sparse": {"made_by": "SPLADE", "size": 10, "max_active_dims": 64, "looked_up": ["queries"]},
         "rerank_template": "T",
         "head": {
             "per": "token", "labels": ["A", "B"], "logit_mean": 1.5, "logit_sigma": 2.0,
@@ -711,12 +725,15 @@ def test_info_shows_modules_prompts_and_sizes() -> None:
     }  # fmt: skip
     text = cli_info.as_text(facts)
     for words in (
+        "C (transformers, in padded batches)",
+        "packed batches: it takes no position_ids",
         "12,345",
         "int8, 24 layers, 1 kept; cosine with the unquantised model: mean 0.9913, lowest 0.9800",
         "up to 4,096 tokens, 256 prompts; longer prompts in chunks",
         "128 (from: user)",
         "no (from: user)",
         "Dense 768 -> 256, X",
+        "SPLADE, at most 64; looked up for queries",
         "128, 256",
         "'query: '",
         "causal, sliding window of 512 tokens, scores soft-capped at 50 (layers: 26 triton, 2 varlen)",

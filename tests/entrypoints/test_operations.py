@@ -26,11 +26,13 @@ from fastapi import FastAPI, HTTPException
 from anypool.config import EngineConfig
 from anypool.engine.engine import Engine
 from anypool.engine.request import Request
+from anypool.entrypoints.cli import main
 from anypool.entrypoints.serve.access_log import JsonFormatter
 from anypool.entrypoints.serve.app import create_app
 from anypool.entrypoints.serve.auth import Keys
 from anypool.entrypoints.serve.routes.table import ROUTES
 from anypool.entrypoints.serve.served import served_name
+from anypool.entrypoints.serve.state import ServerState
 from anypool.entrypoints.server_options import ServerOptions
 from anypool.errors import ConfigError, DeadlineExceededError, OverloadedError
 from tests.entrypoints.conftest import Client
@@ -104,6 +106,18 @@ def test_a_file_without_keys_does_not_open_the_server(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("# nothing\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="holds no API key"):
         Keys(path=str(tmp_path / "empty"))
+
+
+def test_a_bad_file_of_keys_is_found_before_a_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anypool.entrypoints.cli_serve.Engine", pytest.fail)
+    for content, words in ((b"", "holds no API key"), (b"\xff\xfe\n", "is not text in UTF-8")):
+        (tmp_path / "keys").write_bytes(content)
+        assert main(["serve", str(tmp_path), "--api-key-file", str(tmp_path / "keys")]) == 2
+        error = capsys.readouterr().err
+        assert words in error
+        assert error.count("\n") == 1
 
 
 def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +258,21 @@ def test_a_request_that_takes_too_long_is_504_and_its_work_is_dropped(
         assert tei.status_code == 504
         assert tei.json()["error_type"] == "Backend"
     assert with_options(engine).embed(input="a").status_code == 200
+
+
+def test_more_requests_than_are_served_at_once_are_429(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = with_options(engine, max_concurrent_requests=2)
+    state: ServerState = client.app.state.server
+    with state.turn():
+        assert client.embed(input="a").status_code == 200
+        with state.turn():
+            refused = client.embed(input="a")
+            assert error(refused, 429)["message"] == "2 requests are being served, the limit: try again later"
+            assert refused.headers["retry-after"] == "1"
+            assert client.get("/health").status_code == 200
+    assert client.embed(input=3).status_code == 400
+    assert client.embed(input="a").status_code == 200
+    assert state._running == 0
 
 
 def test_a_client_may_ask_for_less_time_but_not_for_more(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

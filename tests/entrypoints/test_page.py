@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,6 +22,8 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="Chromium and chromedriver are not installed"),
 ]
 
+# Skips punctuation in documents, marks both sides and expands queries.
+COLBERT = Path(__file__).parents[1] / "fixtures" / "pylate"
 TEXTS = ["The Moon causes the tides.", "Why are there tides?", "<b>bread</b> & butter"]
 MARKUP = "<img src=x onerror='window.hacked=1'><script>window.hacked=1</script>"
 SIZES = pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
@@ -53,10 +56,16 @@ return [...document.querySelectorAll("body *")]
 
 @pytest.fixture(scope="module")
 def engines(engine: Engine) -> Iterator[list[Engine]]:
-    made = {"ner": named_entities, "sentiment": sentiment, "steps": process_reward_model, "cross": cross_encoder}
+    made = {
+        "ner": named_entities(),
+        "sentiment": sentiment(),
+        "steps": process_reward_model(),
+        "cross": cross_encoder(),
+        "colbert": COLBERT,
+    }
     others = [
-        Engine(EngineConfig(model=str(make()), served_model_name=name, use_tqdm_on_load=False))
-        for name, make in made.items()
+        Engine(EngineConfig(model=str(path), served_model_name=name, use_tqdm_on_load=False))
+        for name, path in made.items()
     ]
     yield [engine, *others]
     for one in others:
@@ -220,6 +229,29 @@ def test_alignment_is_maxsim_of_the_token_vectors(browser: Browser, address: str
     assert chosen.index(True) == best[2]
     assert browser.run("return document.querySelectorAll('.alignment path.chosen').length") == 1
     assert fits(browser)
+
+
+def test_alignment_of_a_multi_vector_model_is_its_score(browser: Browser, address: str) -> None:
+    visit(browser, address, "similarity", model="colbert")
+    assert "no vector for a whole text" in browser.text("#similarity-way")
+    visit(browser, address, "tokens", model="colbert")
+    query, document = "the cat sat", "a cat, a mat: the story."
+    fill(browser, query=query, document=document)
+    run(browser)
+    [score] = post(address, "/score", model="colbert", queries=query, documents=document)["data"]
+    assert number(browser.text("#maxsim")) == pytest.approx(score["score"], abs=0.00051)
+    [answer] = post(
+        address, "/pooling", model="colbert", task="token_embed", input=[document], input_type="document",
+        return_token_ids=True,
+    )["data"]  # fmt: skip
+    ids = answer["prompt_token_ids"]
+    assert len(answer["row_places"]) == len(answer["data"]) < len(ids)
+    kept = [[ids[place]] for place in answer["row_places"]]
+    decoded = post(address, "/decode", model="colbert", ids=kept, skip_special_tokens=False)
+    assert browser.texts(".below .token") == [text.replace(" ", "␣") for text in decoded]
+    assert not {",", ":", "."} & set(browser.texts(".below .token"))
+    visit(browser, address, "model-card", model="colbert")
+    assert "8 dimensions per token" in browser.text("#model-card")
 
 
 @SIZES

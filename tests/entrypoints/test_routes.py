@@ -647,7 +647,7 @@ def test_tei_embed_all_and_sparse(server: Client, engine: Engine) -> None:
     outputs = llm_of(engine).token_embed(TEXTS, PoolingParams(normalize=False), use_tqdm=False)
     for rows, output in zip(ok(server.post("/embed_all", inputs=TEXTS)), outputs, strict=True):
         close(rows, output.outputs.numpy())
-    tei_error(server.post("/embed_sparse", inputs=TEXTS), 501, "Backend")
+    tei_error(server.post("/embed_sparse", inputs=TEXTS), 422, "Validation")
 
 
 def test_tei_predict_takes_texts_pairs_and_arrays_of_both(server: Client, engines: dict[str, Engine]) -> None:

@@ -52,6 +52,16 @@ def test_the_largest_product_counts_even_where_all_are_negative() -> None:
     assert maxsim(query_QE, document_DE).item() == -3.0
 
 
+def test_long_texts_are_compared_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    query_QE, document_DE = tokens(100, 16), tokens(130, 16)
+    whole = maxsim(query_QE, document_DE)
+    monkeypatch.setattr(reference, "_PRODUCTS", 7 * 130 + 5)
+    assert_close(maxsim(query_QE, document_DE), whole)
+    monkeypatch.setattr(reference, "_PRODUCTS", 1)
+    assert_close(maxsim(query_QE, document_DE), whole)
+
+
 def test_a_query_without_tokens_scores_nothing() -> None:
     assert maxsim(torch.empty(0, 4), torch.randn(3, 4)).item() == 0.0
 

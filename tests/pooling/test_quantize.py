@@ -10,7 +10,7 @@ import torch
 from sentence_transformers.util.quantization import quantize_embeddings as reference
 
 from anypool.errors import InvalidParameterError
-from anypool.pooling.quantize import quantize_embeddings
+from anypool.pooling.quantize import quantize_embeddings, quantize_token_embeddings
 
 ROWS = np.random.default_rng(0).normal(size=(37, 48)).astype(np.float32)
 CALIBRATION = np.random.default_rng(1).normal(size=(200, 48)).astype(np.float32)
@@ -27,6 +27,22 @@ def test_it_equals_sentence_transformers(precision: str, source: dict[str, Any])
     theirs = reference(ROWS, precision, **source)
     assert ours.dtype == theirs.dtype
     assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8", "uint8", "binary", "ubinary"])
+@pytest.mark.parametrize("source", [{}, {"ranges": RANGES}], ids=["self", "ranges"])
+@pytest.mark.filterwarnings("ignore")
+def test_token_vectors_of_ragged_texts_are_those_of_all_rows_together(precision: str, source: dict[str, Any]) -> None:
+    texts = [torch.from_numpy(ROWS[start:stop]) for start, stop in ((0, 1), (1, 30), (30, 30), (30, 37))]
+    stored = quantize_token_embeddings(texts, precision, **source)
+    assert [len(one) for one in stored] == [1, 29, 0, 7]
+    assert np.array_equal(np.concatenate(stored), reference(ROWS, precision, **source))
+    by_others = quantize_token_embeddings(texts, precision, calibration_embeddings=[CALIBRATION[:90], CALIBRATION[90:]])
+    expected = reference(ROWS, precision, calibration_embeddings=CALIBRATION)
+    assert np.array_equal(np.concatenate(by_others), expected)
+    assert quantize_token_embeddings([], precision) == []
+    with pytest.raises(InvalidParameterError, match="embeddings have vectors of 47, 48 dimensions"):
+        quantize_token_embeddings([ROWS, ROWS[:, 1:]], precision)
 
 
 def test_a_constant_dimension_does_not_divide_by_zero() -> None:

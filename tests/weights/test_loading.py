@@ -272,3 +272,8 @@ def test_a_damaged_gguf_file_is_named(tmp_path: Path, content: bytes) -> None:
     pytest.importorskip("gguf")
     (tmp_path / "model.gguf").write_bytes(content)
     refuse(tmp_path / "model.gguf", CheckpointFormatError, "model.gguf")
+
+
+def test_an_infinite_number_in_config_json_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"time_step_limit": [0.0, {"__float__": "Infinity"}]}')
+    assert Repository("m", tmp_path).read_config() == {"time_step_limit": [0.0, float("inf")]}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from anypool.config import require
 from anypool.entrypoints.serve.http_errors import HTTPError
+from anypool.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ class Keys:
         path: A file with one key per line; empty lines and those that begin with # are passed over.
 
     Raises:
-        ConfigError: The file holds no key.
+        ConfigError: The file holds no key, or is not text.
         OSError: The file cannot be read.
     """
 
@@ -102,7 +103,10 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 def _read(path: Path) -> tuple[bytes, ...]:
-    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text in UTF-8: {error}") from None
     keys = [line for line in lines if line and not line.startswith("#")]
     require(bool(keys), f"{path} holds no API key")
     return tuple(map(_digest, keys))

@@ -133,7 +133,7 @@ def rows_answer(
     kind: str,
     key: str,
     shapes: bool = False,
-    token_ids: Sequence[list[int]] | None = None,
+    extras: Sequence[dict[str, Any]] | None = None,
 ) -> Response:
     """A response with an entry per result.
 
@@ -145,7 +145,7 @@ def rows_answer(
         kind: `object` of each entry.
         key: Under which the numbers stand.
         shapes: Whether base64 comes with its shape.
-        token_ids: The ids of each result's prompt, where they are returned; bytes have no place for them.
+        extras: Further fields of each entry; bytes have no place for them.
     """
     if form.encoding in ("bytes", "bytes_only"):
         return _bytes_answer(rows, form, head, usage)
@@ -160,7 +160,7 @@ def rows_answer(
             {"object": kind, "index": index, key: json_of(np.ascontiguousarray(form.numbers(row)))}
             for index, row in enumerate(rows)
         ]
-    _add_token_ids(data, token_ids)
+    _add(data, extras)
     return json_answer({**head, "data": data, "usage": usage})
 
 
@@ -174,10 +174,10 @@ def check_plain(form: Form) -> None:
         )
 
 
-def _add_token_ids(data: list[dict[str, Any]], token_ids: Sequence[list[int]] | None) -> None:
-    if token_ids is not None:
-        for entry, ids in zip(data, token_ids, strict=True):
-            entry["prompt_token_ids"] = ids
+def _add(data: list[dict[str, Any]], extras: Sequence[dict[str, Any]] | None) -> None:
+    if extras is not None:
+        for entry, more in zip(data, extras, strict=True):
+            entry.update(more)
 
 
 def objects_answer(
@@ -187,11 +187,11 @@ def objects_answer(
     *,
     kind: str,
     key: str,
-    token_ids: Sequence[list[int]] | None = None,
+    extras: Sequence[dict[str, Any]] | None = None,
 ) -> Response:
     """A response with an entry per result that is more than numbers: a sparse vector, or several results."""
     data = [{"object": kind, "index": index, key: value} for index, value in enumerate(values)]
-    _add_token_ids(data, token_ids)
+    _add(data, extras)
     return json_answer({**head, "data": data, "usage": usage})
 
 

@@ -7,7 +7,7 @@ import asyncio
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-# Bytes of a request line and headers. More are refused, unless they come all at once.
+# Bytes of a request line and headers, beside those that come in one piece with their beginning.
 _LARGEST_HEAD = 64 * 1024
 # Seconds that they may take to arrive, and that a new connection may say nothing.
 _HEAD_S = 60.0
@@ -21,6 +21,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     _head_bytes = 0
     _is_in_head = False
+    _has_begun = False  # in the piece that is parsed
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -32,20 +33,20 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
-        self._is_in_head = True
+        self._is_in_head = self._has_begun = True
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
-        self._head_bytes = 0
         self._stop_timer()
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
+        self._has_begun = False
         super().data_received(data)
         if not self._is_in_head or self.transport.is_closing():
             return
-        self._head_bytes += len(data)
+        self._head_bytes = 0 if self._has_begun else self._head_bytes + len(data)
         if self._head_bytes > _LARGEST_HEAD:
             self._refuse(431, f"the headers have more than {_LARGEST_HEAD:,} bytes", "headers_too_large")
         elif self._timer is None:

@@ -63,7 +63,7 @@ class ServedModel:
         self.image_input: str | None = getattr(engine.loaded.model, "image_input", None)
         self.created = int(time.time())
         self.name = served_name(engine)
-        self.prompts = NamedPrompts(engine.loaded.recipe.prompts, has_sides=engine.loaded.multi_vector is not None)
+        self.prompts = NamedPrompts(engine.loaded.recipe.prompts, has_sides=_has_sides(engine))
         self.in_windows = engine.loaded.pooler_config.enable_chunked_processing
         self._has_warned_of_ids = False
 
@@ -131,7 +131,13 @@ class ServedModel:
             InvalidParameterError: Its fields contradict each other.
         """
         params = asked.pooling_params
-        if not self.prompts.has_sides or task is not PoolingTask.TOKEN_EMBED:
+        defaults = self.engine.loaded.defaults
+        takes_sides = {
+            PoolingTask.TOKEN_EMBED: defaults.token_vectors is not None,
+            PoolingTask.SPARSE_EMBED: defaults.sparse is not None,
+            PoolingTask.EMBED: defaults.sides is not None,
+        }
+        if not isinstance(task, PoolingTask) or not self.prompts.has_sides or not takes_sides.get(task, False):
             return params
         is_query = self.prompts.is_query(input_type=asked.input_type, task=asked.asked_use)
         if is_query is None:
@@ -267,6 +273,11 @@ class ServedModel:
     def labels(self, request: Request, columns: int) -> Mapping[int, str]:
         """Names of the columns of a request's result."""
         return labels_of(self.engine.loaded.config, request.plan.returned_columns or range(columns))
+
+
+def _has_sides(engine: Engine) -> bool:
+    """Whether queries and documents are read each in their way."""
+    return engine.loaded.multi_vector is not None or engine.loaded.recipe.router is not None
 
 
 def bare_text(conversation: Conversation, name: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.requests import Request
@@ -18,6 +19,7 @@ from anypool.entrypoints.serve.routes.table import ROUTES
 from anypool.entrypoints.serve.served import ServedModels
 from anypool.entrypoints.serve.tracing import Tracing
 from anypool.entrypoints.server_options import ServerOptions
+from anypool.errors import OverloadedError
 
 
 class ServerState:
@@ -51,6 +53,7 @@ class ServerState:
         endpoint = options.otlp_traces_endpoint
         self.tracing = None if endpoint is None else Tracing(endpoint)
         self.is_draining = False
+        self._running = 0
         self.hidden = [
             (model.engine.config.model, model.name) for model in models if model.engine.config.model != model.name
         ]
@@ -68,6 +71,22 @@ class ServerState:
         """Ends what runs beside the engines."""
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Around a request that runs a model. It is refused before its body is read, so that refusing costs little.
+
+        Raises:
+            OverloadedError: So many are being served already.
+        """
+        most = self.options.max_concurrent_requests
+        if most is not None and self._running >= most:
+            raise OverloadedError(f"{most:,} requests are being served, the limit: try again later", retry_after_s=1)
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
 
     def route(self, exchange: Exchange) -> Route | None:
         """The route at a request's path, whatever its method; known once the application has looked for it."""

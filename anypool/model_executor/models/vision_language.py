@@ -46,7 +46,7 @@ class VisionLanguageForConditionalGeneration(TransformersForConditionalGeneratio
     def load(self, repository: Repository, **options: Any) -> None:
         """As `Backbone.load`. Prompts run whole: cached keys are found by token ids, which say nothing of images."""
         super().load(repository, **options)
-        self.takes_prefix = False
+        self.takes_prefix = self.takes_fewer_keys = False
 
     def text_module(self, whole: Any) -> Any:
         self._whole_accepts = frozenset(inspect.signature(whole.forward).parameters)

@@ -68,7 +68,7 @@ class Repository:
         if self.gguf is not None or not path.is_file():
             return None
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"), object_hook=_object_or_float)
         except (ValueError, RecursionError) as error:
             raise CheckpointFormatError(f"{self.name}: {name} is not valid JSON: {error}") from error
         if content is None:  # which must not pass for a file that is not there
@@ -98,6 +98,11 @@ class Repository:
         if config is None:
             raise ModelNotFoundError(f"{self.name}: the folder {self.folder} has no config.json")
         return config
+
+
+def _object_or_float(value: dict[str, Any]) -> Any:
+    """An object, or the float that transformers writes as one since JSON has no word for it: infinity or NaN."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def _download(model: str, revision: str | None, cache_dir: str | None) -> Path:

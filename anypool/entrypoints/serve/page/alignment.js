@@ -33,7 +33,7 @@ async function tokenVectors(model, text, side, signal) {
   const { data, headers } = await call("pooling", body, signal);
   const [entry] = data.data;
   const rows = rowsOf(floats(entry.data), entry.shape);
-  const tokens = labelled(await tokensOf(model, entry.prompt_token_ids, signal), rows.length);
+  const tokens = labelled(await tokensOf(model, entry.prompt_token_ids, signal), rows.length, entry.row_places);
   return { rows, tokens, headers };
 }
 

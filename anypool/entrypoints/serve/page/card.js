@@ -26,11 +26,12 @@ export function cards({ info, name }) {
       ...head(card.head),
     ]),
     group("Pooling", [
-      ["Vector", `${number(card.embedding_size)} dimensions`],
+      ["Vector", card.multi_vector ? null : `${number(card.embedding_size)} dimensions`],
       ["Trained sizes", card.trained_dimensions?.join(", ")],
       ...Object.entries(card.pooling).map(([key, setting]) => [words(key), said(setting)]),
       ["Modules", card.modules.map((module) => module.type).join(", ")],
     ]),
+    ...multiVector(card.multi_vector),
     group("Input", [
       ["Longest", `${number(card.max_model_len)} tokens${card.enable_chunked_processing ? "; longer ones in windows" : ""}`],
       ["Vocabulary", `${number(card.vocab_size)} tokens`],
@@ -39,7 +40,7 @@ export function cards({ info, name }) {
     ]),
     group("Limits", [
       ["Batch", `${number(card.max_num_batched_tokens)} tokens, ${number(card.max_num_seqs)} prompts`],
-      ["Queue", `${number(info.max_concurrent_requests)} tokens`],
+      ["Requests at once", number(info.max_concurrent_requests)],
       ["Inputs per request", number(info.max_client_batch_size)],
       ["Chunked prefill", yes(card.enable_chunked_prefill)],
       ["Prefix caching", yes(card.enable_prefix_caching)],
@@ -61,6 +62,20 @@ function head(facts) {
     [layer.name, layer.in_features === null ? "" : `${layer.in_features} → ${layer.out_features}`, layer.activation ?? ""]
       .filter(Boolean).join(" "));
   return [["Head", `${layers.join(", ")}, per ${facts.per}`], ["Labels", tags(facts.labels)]];
+}
+
+function multiVector(facts) {
+  if (!facts) return [];
+  const side = ({ marker, length, expanded_to: expanded, skipped_tokens: skipped }) =>
+    [marker && `marked “${marker}”`, length && `at most ${number(length)} tokens`, expanded && `expanded to ${expanded} tokens`,
+      skipped > 0 && `${number(skipped)} tokens have no vector`].filter(Boolean).join(", ") || "as they are";
+  return [group("Multi-vector", [
+    ["Layout", facts.library],
+    ["Vector", facts.dimensions && `${number(facts.dimensions)} dimensions per token`],
+    ["Queries", side(facts.query)],
+    ["Documents", side(facts.document)],
+    ["Token pooling", facts.pool_factor && `about ${facts.pool_factor} tokens of a document become one vector`],
+  ])];
 }
 
 function tags(names) {

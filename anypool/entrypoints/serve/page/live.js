@@ -8,6 +8,8 @@ import { parse, quantile, total } from "./prometheus.js";
 
 const EVERY_MS = 2000;
 const SPAN_S = 300;
+// After so long without a reading, as when the computer slept, nobody knows what was in between.
+const LONGEST_GAP_S = 8;
 const LATENCY = "anypool_http_duration_seconds";
 
 const rate = (value) => `${short(value)}/s`;
@@ -53,8 +55,8 @@ export function live(section) {
 
   function note(now) {
     if (before) {
-      const reading = compared(before, now, model);
-      readings = [...readings, reading].filter((one) => one.at > now.at - SPAN_S);
+      const between = now.at - before.at > LONGEST_GAP_S ? [gap(before.at)] : [];
+      readings = [...readings, ...between, compared(before, now, model)].filter((one) => one.at > now.at - SPAN_S);
     }
     before = now;
   }

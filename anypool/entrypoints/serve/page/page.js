@@ -53,6 +53,11 @@ async function take(name) {
   const [way, why] = wayToRank(data);
   document.getElementById("rank-way").textContent = way ?? why;
   sections.rank.classList.toggle("unavailable", way === null);
+  const embeds = data.card.tasks.includes("embed");
+  document.getElementById("similarity-way").textContent = embeds
+    ? "The cosine between the vectors of each two texts."
+    : `${name} gives no vector for a whole text, so there is nothing to compare here: see Rank and Tokens.`;
+  sections.similarity.classList.toggle("unavailable", !embeds);
   sections["model-card"].querySelector(".cards").replaceChildren(...cards(model));
   watch();
 }

@@ -15,7 +15,11 @@ function visible(text) {
   return text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/^ +| +$/g, (spaces) => "␣".repeat(spaces.length)) || "␣";
 }
 
-/** Tokens with a row of numbers each. Where there are not as many rows as tokens, rows only have their places. */
-export function labelled(tokens, rows) {
-  return tokens.length === rows ? tokens : Array.from({ length: rows }, (_, i) => ({ text: `${i}`, isSpecial: false }));
+/**
+ * The token of each row, at its place where not every token has a row. Rows that belong to no single token only have
+ * their number.
+ */
+export function labelled(tokens, rows, places) {
+  const found = places ? places.map((place) => tokens[place]) : tokens;
+  return found.length === rows ? found : Array.from({ length: rows }, (_, i) => ({ text: `${i + 1}`, isSpecial: false }));
 }

@@ -101,12 +101,12 @@ def pooling(asked: PoolingRequest, model: ServedModel) -> Work:
 
     def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:
         head, usage = stamp.head("pool"), usage_of(requests)
-        token_ids = [request.token_ids for request in requests] if asked.return_token_ids else None
+        extras = [_tokens_of(request, model) for request in requests] if asked.return_token_ids else None
         if isinstance(task, list) or task is PoolingTask.SPARSE_EMBED:
             values = [_several(one) if isinstance(task, list) else sparse_of(one.results[0]) for one in requests]
-            return objects_answer(values, head, usage, kind="pooling", key="data", token_ids=token_ids)
+            return objects_answer(values, head, usage, kind="pooling", key="data", extras=extras)
         rows = [as_array(result) for result in results]
-        return rows_answer(rows, form, head, usage, kind="pooling", key="data", shapes=True, token_ids=token_ids)
+        return rows_answer(rows, form, head, usage, kind="pooling", key="data", shapes=True, extras=extras)
 
     return Work(requests=requests, encode=encode)
 
@@ -119,6 +119,16 @@ def _several(request: Request) -> dict[str, Any]:
 
 def _result(request: Request, result: torch.Tensor) -> Any:
     return sparse_of(result) if request.plan.task is PoolingTask.SPARSE_EMBED else json_of(as_array(result))
+
+
+def _tokens_of(request: Request, model: ServedModel) -> dict[str, Any]:
+    """The ids that were run; of token vectors, to which of them the rows belong, where some have none."""
+    ids, multi_vector, plan = request.token_ids, model.engine.loaded.multi_vector, request.plan
+    found: dict[str, Any] = {"prompt_token_ids": ids}
+    if multi_vector is not None and plan.task is PoolingTask.TOKEN_EMBED and plan.token_pooling is None:
+        kept = multi_vector.side(is_query=plan.is_query).kept
+        found["row_places"] = [place for place, one in enumerate(ids) if kept.keeps(one)]
+    return found
 
 
 def classify(asked: ClassifyRequest, model: ServedModel) -> Work:

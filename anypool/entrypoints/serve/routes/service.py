@@ -87,7 +87,7 @@ def info(state: ServerState, exchange: Exchange) -> Response:
             model_dtype=str(loaded.dtype).removeprefix("torch."),
             served_model_name=model.name,
             model_type=_model_type(model),
-            max_concurrent_requests=config.max_queued_tokens,
+            max_concurrent_requests=state.options.max_concurrent_requests or config.max_queued_tokens,
             max_input_length=engine.max_model_len,
             max_batch_tokens=config.max_num_batched_tokens,
             max_batch_requests=config.max_num_seqs,

@@ -74,7 +74,8 @@ class PoolingData(BaseModel):
     """One result: a vector or rows of numbers, or base64 of their bytes with their shape.
 
     A sparse vector is indices and values. Of several tasks it is an object with a result for each.
-    `prompt_token_ids` are there where they are asked for: special tokens included, after truncation.
+    `prompt_token_ids` are there where they are asked for: special tokens included, after truncation. Multi-vector
+    models have no vector for some: `row_places` says where the token of each row stands, unless rows are clusters.
     """
 
     object: Literal["pooling"]
@@ -82,6 +83,7 @@ class PoolingData(BaseModel):
     data: list[list[float]] | list[float] | str | SparseVector | dict[str, SparseVector | list[Any]]
     shape: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    row_places: list[int] | None = None
 
 
 class PoolingResponse(BaseModel):

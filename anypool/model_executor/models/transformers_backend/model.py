@@ -80,6 +80,8 @@ class TransformersModel(Backbone):
         probed = choose_way(self, device)
         self.rejected = probed.rejected
         self.takes_prefix = runs_in_chunks(self, probed)
+        # A module that passed the probe packed mixes tokens in our attention alone; runs of kinds know nothing of keys.
+        self.takes_fewer_keys = self.way is Way.PACKED and self.lengths.treat_all_alike
         self.fills_batches = self.way is Way.PACKED
         if self.way is not Way.PACKED:
             logger.warning("%s runs in %s: %s", self.config.name, self.way.label, "; ".join(self.rejected))

@@ -55,8 +55,7 @@ def choose_way(backbone: TransformersModel, device: torch.device) -> Probed:
         UnsupportedArchitectureError: There is none.
     """
     config = backbone.config
-    texts = _texts(config, backbone.model)
-    alone = _states_alone(backbone, texts, device)
+    texts, alone = _alone(backbone, device)
     batch = PackedBatch.pack(texts, device=device)
     rejected: list[str] = []
     for way, attention in _WAYS:
@@ -111,15 +110,27 @@ def exchange_linears(backbone: TransformersModel, probed: Probed) -> bool:
     return problem is None
 
 
-def _texts(config: ModelConfig, model: Any) -> list[list[int]]:
-    """Four short texts, the second the longest, the last as long as the first."""
+def _alone(backbone: TransformersModel, device: torch.device) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """The probe's texts, and what transformers gives each: short ones, or longer ones where it takes no short ones."""
+    try:
+        texts = _texts(backbone.config, backbone.model)
+        return texts, _states_alone(backbone, texts, device)
+    except UnsupportedArchitectureError:
+        if backbone.config.max_positions < 8 * 21:
+            raise
+        texts = _texts(backbone.config, backbone.model, scale=8)
+        return texts, _states_alone(backbone, texts, device)
+
+
+def _texts(config: ModelConfig, model: Any, scale: int = 1) -> list[list[int]]:
+    """Four texts, the second the longest, the last as long as the first."""
     generator = torch.Generator().manual_seed(0)
     vocab = config.vocab_size
     embeddings: Any = getattr(model, "get_input_embeddings", lambda: None)()
     if embeddings is not None:
         vocab = min(vocab, embeddings.weight.shape[0])
     first = min(vocab - 1, 1 if config.pad_token_id is None else config.pad_token_id + 1)
-    lengths = (5, _longest(config, model), 3, 5)
+    lengths = [scale * length for length in (5, _longest(config, model), 3, 5)]
     texts: list[list[int]] = [torch.randint(first, vocab, (n,), generator=generator).tolist() for n in lengths]
     if config.pad_token_id is not None and 0 <= config.pad_token_id < vocab:
         texts[1][1] = config.pad_token_id  # where padding inside a text counts, it must count alike
@@ -128,8 +139,15 @@ def _texts(config: ModelConfig, model: Any) -> list[list[int]]:
 
 def _longest(config: ModelConfig, model: Any) -> int:
     """Long enough to leave a short sliding window, and short enough to cost nothing."""
-    window = getattr(getattr(model, "config", None), "sliding_window", None) or 0
+    window = _sliding_window(getattr(model, "config", None))
     return max(3, min(config.max_positions, 2 * window + 3 if 0 < window <= 256 else 21))
+
+
+def _sliding_window(hf_config: Any) -> int:
+    """The window of layers that have one; 0 where none has."""
+    layers = getattr(hf_config, "per_layer_config", None)  # where layers differ, one number for all is refused
+    configs = [hf_config] if not layers else list(layers)
+    return max(getattr(config, "sliding_window", None) or 0 for config in configs)
 
 
 def _states_alone(backbone: TransformersModel, texts: list[list[int]], device: torch.device) -> list[torch.Tensor]:
