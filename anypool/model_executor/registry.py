@@ -113,12 +113,12 @@ class _Registry:
             UnsupportedArchitectureError: There is none; the message lists what is known.
         """
         architecture = config.architecture
-        if model_impl != "transformers" and config.not_native is None:
+        if model_impl != "transformers":
             for name in (architecture, *_backbone_names(architecture)):
                 own = self._own.get(name)
                 if isinstance(own, type):
                     return own
-                path = own or _native_path(name)
+                path = own or (_native_path(name) if config.not_native is None else None)
                 if path is not None:
                     return _import(name, path)
         if model_impl == "native":
