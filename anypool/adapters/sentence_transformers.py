@@ -167,7 +167,7 @@ def read_recipe(repository: Repository) -> Recipe:
     modules = read_modules(repository, listed)
     if kind == _CROSS_ENCODER:
         return _cross_encoder(repository, modules, common)
-    if _is_two_tower(repository, modules[0]):
+    if modules and _is_two_tower(repository, modules[0]):
         return _two_tower(repository, modules, common)
     place = next((index for index, (name, _) in enumerate(modules) if name in ROUTERS), None)
     if place is not None:

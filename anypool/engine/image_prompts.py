@@ -110,8 +110,9 @@ class ImagePrompts:
 
     def refuse_image_tokens(self, ids: Sequence[int], index: int) -> None:
         """Refuses a prompt that has image tokens and no images: its vector would be one of nothing."""
-        token = getattr(self._loaded.model, "image_token_id", None)
-        if token is not None and token in ids:
+        tokens: tuple[int, ...] = getattr(self._loaded.model, "image_token_ids", ())
+        token = next((one for one in tokens if one in ids), None)
+        if token is not None:
             raise InvalidPromptError(
                 f"input {index} has the model's image token, {token}, and no image: give multi_modal_data with it"
             )
