@@ -705,7 +705,6 @@ def test_info_shows_modules_prompts_and_sizes() -> None:
         "model": "m", "architecture": "A", "class": "C", "runs": "transformers", "dtype": "float32",
         "parameters": 12345,
         "batches": {"way": "padded", "rejected": ["packed batches: it takes no position_ids"]},
-        "modalities": ["text"],
         "quantization": {"layers": 24, "kept_layers": ["a"], "mean_cosine": 0.99126, "min_cosine": 0.98},
         "device": "cpu", "tasks": ["embed"], "modalities": ["text", "image"], "embedding_size": 256, "trained_dimensions": [128, 256],
         "attention": {
