@@ -18,6 +18,7 @@ from anypool.adapters.lm_head_rows import rows_head
 from anypool.adapters.multi_vector import MultiVectorRecipe
 from anypool.adapters.router import ROUTERS, RouterRecipe, read_router
 from anypool.adapters.sparse_recipe import SparseRecipe, read_auto_encoder, read_max_active_dims, read_splade
+from anypool.adapters.static import StaticRecipe, read_model2vec, read_static
 from anypool.config import is_int
 from anypool.errors import CheckpointFormatError, UnsupportedArchitectureError
 from anypool.model_executor.model_config import ModelConfig
@@ -108,6 +109,7 @@ class Recipe:
         sparse: What makes sparse vectors of a SparseEncoder.
         max_active_dims: How many of their weights are kept; None for all, or for what `sparse` says.
         multi_vector: How token vectors are made, where the checkpoint is about these.
+        static: How texts are read where the backbone is a table of token vectors.
     """
 
     is_cross_encoder: bool = False
@@ -131,6 +133,7 @@ class Recipe:
     sparse: SparseRecipe | None = None
     max_active_dims: int | None = None
     multi_vector: MultiVectorRecipe | None = None
+    static: StaticRecipe | None = None
 
 
 def read_recipe(repository: Repository) -> Recipe:
@@ -163,10 +166,15 @@ def read_recipe(repository: Repository) -> Recipe:
     }
     listed = repository.read_json("modules.json")
     if listed is None:
+        static = read_model2vec(repository)
+        if static is not None:
+            return Recipe(types=(PoolingType.MEAN,), static=static, **{**common, **static.settings})
         return Recipe(**common, **transformer_settings(repository, "", kind))
     modules = read_modules(repository, listed)
     if kind == _CROSS_ENCODER:
         return _cross_encoder(repository, modules, common)
+    if kind == _EMBEDDER and modules and modules[0][0] == "StaticEmbedding":
+        return _static(repository, modules, common)
     if _is_two_tower(repository, modules[0]):
         return _two_tower(repository, modules, common)
     place = next((index for index, (name, _) in enumerate(modules) if name in ROUTERS), None)
@@ -222,6 +230,20 @@ def _embedder(repository: Repository, modules: list[tuple[str, str]], kind: str,
         sparse=sparse,
         **common,
         **transformer_settings(repository, modules[0][1], kind),
+    )
+
+
+def _static(repository: Repository, modules: list[tuple[str, str]], common: Mapping[str, Any]) -> Recipe:
+    """A table of token vectors, whose mean is taken, and what follows."""
+    static = read_static(repository.subfolder(modules[0][1]))
+    tail = _tail(repository, modules[1:])
+    normalize = bool(tail) and tail[-1][0] == "Normalize"
+    return Recipe(
+        backbone=modules[0][1],
+        types=(PoolingType.MEAN,),
+        modules=tuple(tail[:-1] if normalize else tail),
+        static=static,
+        **{**common, **static.settings, "normalize": normalize},
     )
 
 

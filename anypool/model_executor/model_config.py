@@ -161,6 +161,33 @@ class ModelConfig:
         keys.report_unknown()
         return config
 
+    @classmethod
+    def of_table(cls, name: str, size: tuple[int, int], *, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+        """The configuration of a table of token vectors, which has no transformer and is held in float32.
+
+        Args:
+            name: The model as the user named it.
+            size: Tokens, and the size of their vectors.
+            overrides: What the user says about cutting vectors: `matryoshka_dimensions`, `is_matryoshka`.
+        """
+        keys = Keys(overrides or {}, name)
+        config = cls(
+            name=name,
+            architecture="StaticEmbedding",
+            model_type="static",
+            vocab_size=size[0],
+            hidden_size=size[1],
+            num_layers=0,
+            num_heads=0,
+            max_positions=1 << 30,
+            is_causal=False,
+            matryoshka_dimensions=_sizes(keys),
+            is_matryoshka=keys.get("is_matryoshka", None),
+            raw=keys.raw,
+        )
+        keys.report_unknown()
+        return config
+
     def frequency_lengths(self, length: int) -> tuple[int, ...]:
         """What rotary keys take from a prompt's length: prompts share cached keys only where this is equal."""
         return tuple(frequency_length(rope, length) for rope in self.rope.values())
