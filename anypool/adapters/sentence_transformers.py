@@ -21,6 +21,7 @@ from anypool.adapters.sparse_recipe import SparseRecipe, read_auto_encoder, read
 from anypool.adapters.static import StaticRecipe, read_model2vec, read_static
 from anypool.config import is_int
 from anypool.errors import CheckpointFormatError, UnsupportedArchitectureError
+from anypool.model_executor.families import Family
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.weights.checkpoint import Checkpoint, open_checkpoint
 from anypool.model_executor.weights.loading import load_module
@@ -181,6 +182,20 @@ def read_recipe(repository: Repository) -> Recipe:
     if place is not None:
         return _routed(repository, modules, place, kind, common)
     return _embedder(repository, modules, kind, common)
+
+
+def recipe_of_family(recipe: Recipe, family: Family) -> Recipe:
+    """What a family does where its files say nothing. Files that say how to pool are taken at their word."""
+    if recipe.types is not None or family.types is None:
+        return recipe
+    return replace(
+        recipe,
+        types=family.types,
+        include_prompt=family.include_prompt,
+        normalize=family.normalize,
+        prompts={**recipe.prompts, **family.prompts},
+        default_prompt_name=recipe.default_prompt_name or family.default_prompt_name,
+    )
 
 
 def _routed(

@@ -15,6 +15,7 @@ from typing import Any
 from anypool.errors import CheckpointFormatError, MissingDependencyError, ModelLoadError, UnsupportedArchitectureError
 from anypool.model_executor.config_keys import Keys
 from anypool.model_executor.config_readers import (
+    DECODERS,
     DEFAULT_ARCHITECTURES,
     FULL,
     READERS,
@@ -23,6 +24,7 @@ from anypool.model_executor.config_readers import (
     HeadConfig,
     read_head,
 )
+from anypool.model_executor.families import Family, find_family, refuse_unknown_attention, translate
 from anypool.model_executor.layers.rotary import RopeConfig, frequency_length
 from anypool.model_executor.weights.repository import Repository
 
@@ -55,6 +57,7 @@ class ModelConfig:
         is_matryoshka: What the checkpoint says about being cut; None where it says nothing.
         is_encoder_decoder: Whether it is an encoder and a decoder, of which the encoder is run.
         not_native: Why no native class runs it although there is one for its family; None where none stands against it.
+        family: What its family's own code does, where config.json does not say it.
         raw: config.json with the user's overrides, for transformers' own classes.
     """
 
@@ -93,6 +96,7 @@ class ModelConfig:
     trust_remote_code: bool = False
     is_encoder_decoder: bool = False
     not_native: str | None = None
+    family: Family | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -116,6 +120,11 @@ class ModelConfig:
         """
         raw = {**repository.read_config(), **(overrides or {})}
         _refuse_quantized(raw)
+        family = find_family(raw, trust_remote_code=trust_remote_code)
+        if family is not None:
+            raw = {**{key: value for key, value in raw.items() if key != "auto_map"}, **family.config}
+        elif not (trust_remote_code and "auto_map" in raw):
+            raw = translate(raw, repository.name)
         architectures = raw.get("architectures") or []
         model_type = raw.get("model_type")
         if not isinstance(model_type, str):
@@ -131,6 +140,7 @@ class ModelConfig:
             "architecture": architectures[0] if architectures else DEFAULT_ARCHITECTURES.get(model_type, ""),
             "model_type": model_type,
             "raw": raw,
+            "family": family,
             "trust_remote_code": trust_remote_code,
             "dtype": _dtype_name(keys),
             "matryoshka_dimensions": _sizes(keys),
@@ -144,6 +154,8 @@ class ModelConfig:
         if reader is None:
             return cls(**{**common, **_read_with_transformers(repository, raw, trust_remote_code)})
         if "auto_map" in raw:
+            if model_type in DECODERS and repository.exists("modules.json"):
+                refuse_unknown_attention(raw, repository.name)
             logger.warning(
                 "%s comes with code of its own, which does not run: pass trust_remote_code=True if you trust it and "
                 "its numbers differ from those of %s",

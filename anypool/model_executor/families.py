@@ -1,0 +1,133 @@
+"""Published families whose config.json says something else than what runs them: data, by what they are recognised by.
+
+Their authors ship them with code of their own over a backbone that is known here. The tables say what that code does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from anypool.errors import UnsupportedArchitectureError
+from anypool.pooling.methods import PoolingType
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What a family's own code does.
+
+    Attributes:
+        config: What it does, in keys that are laid over config.json.
+        types: Pooling types, where no file says; None for the usual guess.
+        normalize: Whether vectors are normalised, where no file says.
+        include_prompt: Whether tokens of a prompt take part in pooling, where no file says.
+        prompts: Text put before an input, by name.
+        default_prompt_name: The prompt used where none is asked for.
+    """
+
+    config: Mapping[str, Any]
+    types: tuple[PoolingType, ...] | None = None
+    normalize: bool | None = None
+    include_prompt: bool = True
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt_name: str | None = None
+
+
+def _in_both_directions(model_type: str, model: str) -> Family:
+    """A decoder of a known family without the causal mask."""
+    return Family(config={"model_type": model_type, "architectures": [model], "is_causal": False})
+
+
+_LLAMA = _in_both_directions("llama", "LlamaModel")
+_MISTRAL = _in_both_directions("mistral", "MistralModel")
+_GEMMA = _in_both_directions("gemma", "GemmaModel")
+_QWEN2 = _in_both_directions("qwen2", "Qwen2Model")
+
+# By the name in `architectures`: LLM2Vec (BehnamGhader et al., arXiv:2404.05961) with merged weights, and NVIDIA's.
+_BY_ARCHITECTURE = {
+    **dict.fromkeys(("LlamaEncoderModel", "LlamaBiModel", "LlamaBiForMNTP", "LlamaBidirectionalModel"), _LLAMA),
+    **dict.fromkeys(("MistralEncoderModel", "MistralBiModel", "MistralBiForMNTP"), _MISTRAL),
+    **dict.fromkeys(("GemmaEncoderModel", "GemmaBiModel", "GemmaBiForMNTP"), _GEMMA),
+    **dict.fromkeys(("Qwen2EncoderModel", "Qwen2BiModel", "Qwen2BiForMNTP"), _QWEN2),
+}
+
+# GritLM (Muennighoff et al., arXiv:2402.09906): no window either, and the mean of what follows "<|embed|>\n".
+_GRITLM = Family(
+    config={**_MISTRAL.config, "sliding_window": None},
+    types=(PoolingType.MEAN,),
+    normalize=True,
+    include_prompt=False,
+    prompts={"document": "<|embed|>\n"},
+    default_prompt_name="document",
+)
+
+
+def find_family(raw: Mapping[str, Any], *, trust_remote_code: bool) -> Family | None:
+    """The family of a checkpoint, by its config.json; None for most, and where its own code runs."""
+    own_code = raw.get("auto_map") or {}
+    if trust_remote_code and own_code:
+        return None
+    [architecture, *_] = raw.get("architectures") or [""]
+    if architecture == "GritLM" or any("modeling_gritlm" in str(place) for place in own_code.values()):
+        return _GRITLM
+    return _BY_ARCHITECTURE.get(architecture)
+
+
+# How the nomic_bert checkpoints name what transformers names otherwise.
+_NOMIC_NAMES = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+    "layer_norm_epsilon": "layer_norm_eps",
+}
+# What those checkpoints may say that transformers' class cannot do otherwise.
+_NOMIC_ONLY = {
+    "activation_function": "swiglu",
+    "causal": False,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+    "moe_every_n_layers": 0,
+    "parallel_block": False,
+    "prenorm": False,
+    "qkv_proj_bias": False,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+    "rotary_emb_scale_base": None,
+    "rotary_scaling_factor": None,
+    "use_rms_norm": False,
+}
+
+
+def translate(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    """config.json in the words of transformers, for families that were published in words of their own.
+
+    Raises:
+        UnsupportedArchitectureError: It says something that transformers' class does not do.
+    """
+    if raw.get("model_type") != "nomic_bert" or "n_embd" not in raw:
+        return raw
+    for key, only in _NOMIC_ONLY.items():
+        if raw.get(key) not in (only, None):
+            raise UnsupportedArchitectureError(
+                f"{name}: config.json has {key}={raw[key]!r}; only {only!r} is supported for nomic_bert. Its own code "
+                "may do that: pass trust_remote_code=True if you trust it"
+            )
+    rope = {"rope_type": "default", "rope_theta": raw.get("rotary_emb_base") or 10_000}
+    kept = {key: value for key, value in raw.items() if key not in {*_NOMIC_NAMES, *_NOMIC_ONLY, "auto_map"}}
+    renamed = {theirs: raw[ours] for ours, theirs in _NOMIC_NAMES.items() if ours in raw}
+    return {**kept, **renamed, "hidden_act": "silu", "rope_parameters": rope}
+
+
+def refuse_unknown_attention(raw: Mapping[str, Any], name: str) -> None:
+    """Refuses a decoder made for embeddings whose own code decides which way it attends, where no key says that."""
+    own_code = raw.get("auto_map") or {}
+    if "AutoModel" not in own_code or any(key in raw for key in ("is_causal", "use_bidirectional_attention")):
+        return
+    raise UnsupportedArchitectureError(
+        f"{name} is an embedding model with code of its own ({own_code['AutoModel']}), and config.json does not say "
+        "whether it attends in both directions. Pass trust_remote_code=True if you trust that code, or say it: "
+        "hf_overrides={'is_causal': False} for both directions (stella, gte-Qwen2), True for a causal mask"
+    )
