@@ -31,7 +31,7 @@ from anypool.adapters.sentence_transformers import Recipe, build_head, read_reci
 from anypool.adapters.settings import Setting, pooling_defaults, resolve_settings
 from anypool.adapters.sparse import Backing, SparseHead, find_sparse_head
 from anypool.config import EngineConfig, PoolerConfig
-from anypool.errors import CheckpointFormatError, ConfigError, UnsupportedArchitectureError
+from anypool.errors import CheckpointFormatError, ConfigError
 from anypool.model_executor.layers.packing import pack_linears
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import is_pooling_model, load_backbone
@@ -106,7 +106,6 @@ def open_model(engine: EngineConfig) -> OpenedModel:
     repository = Repository.open(engine.model, revision=engine.revision, cache_dir=engine.download_dir)
     recipe = read_late_interaction(repository) or read_recipe(repository)
     backbone = repository.subfolder(recipe.backbone)
-    _refuse_adapter(backbone)
     overrides = engine.hf_overrides
     if recipe.multi_vector is not None and recipe.multi_vector.projection is not None:
         overrides = {"architectures": [], **(overrides or {})}  # the one there is stands for any backbone
@@ -117,17 +116,6 @@ def open_model(engine: EngineConfig) -> OpenedModel:
     if config.family is not None:
         recipe = recipe_of_family(recipe, config.family)
     return OpenedModel(repository=repository, backbone=backbone, config=config, recipe=recipe)
-
-
-def _refuse_adapter(backbone: Repository) -> None:
-    """Refuses a low-rank adapter beside a model, or in its place: the model without it is another one."""
-    adapter = None if backbone.gguf is not None else backbone.read_object("adapter_config.json")
-    if adapter is not None:
-        raise UnsupportedArchitectureError(
-            f"{backbone.name} holds a PEFT adapter ({adapter.get('peft_type', 'of an unknown type')} over "
-            f"{adapter.get('base_model_name_or_path')!r}), which is not applied at load: merge it into its base with "
-            "peft's merge_and_unload(), and save and load the result"
-        )
 
 
 def load_pooling_model(

@@ -176,7 +176,7 @@ def read_recipe(repository: Repository) -> Recipe:
         return _cross_encoder(repository, modules, common)
     if kind == _EMBEDDER and modules and modules[0][0] == "StaticEmbedding":
         return _static(repository, modules, common)
-    if _is_two_tower(repository, modules[0]):
+    if modules and _is_two_tower(repository, modules[0]):
         return _two_tower(repository, modules, common)
     place = next((index for index, (name, _) in enumerate(modules) if name in ROUTERS), None)
     if place is not None:

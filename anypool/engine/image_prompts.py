@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class ImagePrompts:
         self._loaded, self._max_model_len = loaded, max_model_len
         self._name = loaded.config.name
         self._input: str | None = getattr(loaded.model, "image_input", None)
-        self._lock = Lock()
+        self._lock = RLock()  # transformers' tokenizers are set anew for every call, which two threads must not do
 
     @property
     def owns_texts(self) -> bool:
@@ -54,13 +54,15 @@ class ImagePrompts:
 
     def texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of texts without images, for models that own their texts."""
-        processor = self.processor()
+        processor, length = self.processor(), self._loaded.config.max_positions
         if self._input == "page":
-            batch = processor.process_queries(text=list(texts), return_tensors="pt")
+            with self._lock:
+                batch = processor.process_queries(text=list(texts), return_tensors="pt")
             masks = batch["attention_mask"].bool()
             return [row[mask].tolist() for row, mask in zip(batch["input_ids"], masks, strict=True)]
-        length = self._loaded.config.max_positions
-        rows: list[list[int]] = processor.tokenizer(list(texts), padding="max_length", max_length=length)["input_ids"]
+        with self._lock:
+            batch = processor.tokenizer(list(texts), padding="max_length", max_length=length)
+        rows: list[list[int]] = batch["input_ids"]
         return rows
 
     @cached_property
@@ -110,8 +112,9 @@ class ImagePrompts:
 
     def refuse_image_tokens(self, ids: Sequence[int], index: int) -> None:
         """Refuses a prompt that has image tokens and no images: its vector would be one of nothing."""
-        token = getattr(self._loaded.model, "image_token_id", None)
-        if token is not None and token in ids:
+        tokens: tuple[int, ...] = getattr(self._loaded.model, "image_token_ids", ())
+        token = next((one for one in tokens if one in ids), None)
+        if token is not None:
             raise InvalidPromptError(
                 f"input {index} has the model's image token, {token}, and no image: give multi_modal_data with it"
             )
@@ -130,7 +133,9 @@ class ImagePrompts:
         return [0] * model.num_image_tokens(tensors), ImageInputs(tensors)
 
     def _page(self, images: list[Any], text: str | None, where: str, special: bool) -> tuple[list[int], ImageInputs]:
-        batch = self.processor().process_images(images=images, return_tensors="pt")
+        processor = self.processor()
+        with self._lock:
+            batch = processor.process_images(images=images, return_tensors="pt")
         if "image_grid_thw" in batch:  # a row of patches per image, padded, where the tower takes patches
             batch["pixel_values"] = batch["pixel_values"].flatten(0, 1)
         return _split(batch, len(images))
@@ -153,7 +158,9 @@ class ImagePrompts:
         if placed == 0:
             text = f"{before}{placeholder}{after}" * len(images) + text
         extra: dict[str, Any] = {} if special else {"add_special_tokens": False}
-        return _split(processor(text=[text], images=[images], return_tensors="pt", **extra), len(images))
+        with self._lock:
+            batch = processor(text=[text], images=[images], return_tensors="pt", **extra)
+        return _split(batch, len(images))
 
 
 def _split(batch: Mapping[str, Any], count: int) -> tuple[list[int], ImageInputs]:

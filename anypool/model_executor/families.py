@@ -24,14 +24,16 @@ class Family:
         include_prompt: Whether tokens of a prompt take part in pooling, where no file says.
         prompts: Text put before an input, by name.
         default_prompt_name: The prompt used where none is asked for.
+        norms_before_cut: Whether embeddings are layer-normalised, without weights, before they are cut.
     """
 
-    config: Mapping[str, Any]
+    config: Mapping[str, Any] = field(default_factory=dict)
     types: tuple[PoolingType, ...] | None = None
     normalize: bool | None = None
     include_prompt: bool = True
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
+    norms_before_cut: bool = False
 
 
 def _in_both_directions(model_type: str, model: str) -> Family:
@@ -63,9 +65,15 @@ _GRITLM = Family(
 )
 
 
+# Nomic Embed v1.5 (Nussbaum et al., arXiv:2402.01613), whose authors cut a layer-normalised vector.
+_NOMIC = Family(norms_before_cut=True)
+
+
 def find_family(raw: Mapping[str, Any], *, trust_remote_code: bool) -> Family | None:
-    """The family of a checkpoint, by its config.json; None for most, and where its own code runs."""
+    """The family of a checkpoint, by its config.json; None for most, and where its own code runs otherwise."""
     own_code = raw.get("auto_map") or {}
+    if raw.get("model_type") == "nomic_bert":
+        return _NOMIC
     if trust_remote_code and own_code:
         return None
     [architecture, *_] = raw.get("architectures") or [""]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,7 +122,7 @@ class ModelConfig:
         raw = {**repository.read_config(), **(overrides or {})}
         _refuse_quantized(raw)
         family = find_family(raw, trust_remote_code=trust_remote_code)
-        if family is not None:
+        if family is not None and family.config:
             raw = {**{key: value for key, value in raw.items() if key != "auto_map"}, **family.config}
         elif not (trust_remote_code and "auto_map" in raw):
             raw = translate(raw, repository.name)
@@ -232,14 +233,15 @@ def _read_with_transformers(repository: Repository, raw: Mapping[str, Any], trus
             f"{repository.name}: transformers does not know the model type {raw['model_type']!r}{hint}"
         ) from error
     is_encoder_decoder = bool(config.is_encoder_decoder)
-    text = getattr(config, "encoder", config) if is_encoder_decoder else config.get_text_config()
-    text = text if hasattr(text, "hidden_size") else config
+    text = getattr(config, "encoder", None)  # an encoder-decoder may have a configuration for each
+    if not hasattr(text, "hidden_size"):
+        text = config if is_encoder_decoder else config.get_text_config()
     values: dict[str, Any] = {}
     for ours, theirs, fallback in (
         ("hidden_size", "hidden_size", None),
         ("num_layers", "num_hidden_layers", None),
         ("num_heads", "num_attention_heads", 0),
-        ("vocab_size", "vocab_size", None),
+        ("vocab_size", "vocab_size", sys.maxunicode + 1),  # CANINE has none: it reads characters
         ("max_positions", "max_position_embeddings", 1 << 30),
     ):
         found = getattr(text, theirs, None)
@@ -254,7 +256,7 @@ def _read_with_transformers(repository: Repository, raw: Mapping[str, Any], trus
     values["tie_word_embeddings"] = bool(getattr(text, "tie_word_embeddings", False))
     values["final_softcap"] = getattr(text, "final_logit_softcapping", None)
     values["hidden_act"] = str(getattr(text, "hidden_act", None) or "gelu")
-    values["norm_eps"] = getattr(text, "layer_norm_eps", None) or 1e-6
+    values["norm_eps"] = getattr(text, "layer_norm_eps", None) or getattr(text, "norm_eps", None) or 1e-6
     return values
 
 
