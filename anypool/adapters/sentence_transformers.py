@@ -93,6 +93,7 @@ class Recipe:
         backbone: Folder of the transformer inside the checkpoint.
         types: Pooling types; None where no file says.
         include_prompt: Whether tokens of a prompt take part in pooling.
+        skips_by_text: Whether all is left out of pooling but as many last tokens as the text alone has.
         modules: (type, path, config) of what follows pooling, the closing Normalize left out.
         normalize: Whether vectors are normalised at the end; None where no file says.
         prompts: Text put before an input, by name.
@@ -117,6 +118,7 @@ class Recipe:
     backbone: str = ""
     types: tuple[PoolingType, ...] | None = None
     include_prompt: bool = True
+    skips_by_text: bool = False
     modules: tuple[tuple[str, str, Mapping[str, Any]], ...] = ()
     normalize: bool | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -192,6 +194,7 @@ def recipe_of_family(recipe: Recipe, family: Family) -> Recipe:
         recipe,
         types=family.types,
         include_prompt=family.include_prompt,
+        skips_by_text=family.skips_by_text,
         normalize=family.normalize,
         prompts={**recipe.prompts, **family.prompts},
         default_prompt_name=recipe.default_prompt_name or family.default_prompt_name,

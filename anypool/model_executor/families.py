@@ -6,7 +6,7 @@ Their authors ship them with code of their own over a backbone that is known her
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from anypool.errors import UnsupportedArchitectureError
@@ -24,6 +24,7 @@ class Family:
         include_prompt: Whether tokens of a prompt take part in pooling, where no file says.
         prompts: Text put before an input, by name.
         default_prompt_name: The prompt used where none is asked for.
+        skips_by_text: Whether all is left out of pooling but as many last tokens as the text alone has.
         norms_before_cut: Whether embeddings are layer-normalised, without weights, before they are cut.
     """
 
@@ -33,6 +34,7 @@ class Family:
     include_prompt: bool = True
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
+    skips_by_text: bool = False
     norms_before_cut: bool = False
 
 
@@ -41,22 +43,27 @@ def _in_both_directions(model_type: str, model: str) -> Family:
     return Family(config={"model_type": model_type, "architectures": [model], "is_causal": False})
 
 
-_LLAMA = _in_both_directions("llama", "LlamaModel")
-_MISTRAL = _in_both_directions("mistral", "MistralModel")
-_GEMMA = _in_both_directions("gemma", "GemmaModel")
-_QWEN2 = _in_both_directions("qwen2", "Qwen2Model")
-
-# By the name in `architectures`: LLM2Vec (BehnamGhader et al., arXiv:2404.05961) with merged weights, and NVIDIA's.
-_BY_ARCHITECTURE = {
-    **dict.fromkeys(("LlamaEncoderModel", "LlamaBiModel", "LlamaBiForMNTP", "LlamaBidirectionalModel"), _LLAMA),
-    **dict.fromkeys(("MistralEncoderModel", "MistralBiModel", "MistralBiForMNTP"), _MISTRAL),
-    **dict.fromkeys(("GemmaEncoderModel", "GemmaBiModel", "GemmaBiForMNTP"), _GEMMA),
-    **dict.fromkeys(("Qwen2EncoderModel", "Qwen2BiModel", "Qwen2BiForMNTP"), _QWEN2),
+# LLM2Vec (BehnamGhader et al., arXiv:2404.05961) with its adapters merged, by the name in `architectures`.
+_LLM2VEC = {
+    name: model_type
+    for model_type, stem in (("llama", "Llama"), ("mistral", "Mistral"), ("gemma", "Gemma"), ("qwen2", "Qwen2"))
+    for name in (f"{stem}EncoderModel", f"{stem}BiModel", f"{stem}BiForMNTP")
 }
+_LLM2VEC_CLASSES = {"llama": "LlamaModel", "mistral": "MistralModel", "gemma": "GemmaModel", "qwen2": "Qwen2Model"}
+# The models whose texts LLM2Vec puts into their chat format, by `_name_or_path` in config.json.
+_LLM2VEC_WRAPPED = (
+    "meta-llama/Meta-Llama-3-8B-Instruct",
+    "meta-llama/Meta-Llama-3.1-8B-Instruct",
+    "mistralai/Mistral-7B-Instruct-v0.2",
+    "meta-llama/Llama-2-7b-chat-hf",
+    "google/gemma-2-9b-it",
+    "Qwen/Qwen2-1.5B-Instruct",
+    "Qwen/Qwen2-7B-Instruct",
+)
 
 # GritLM (Muennighoff et al., arXiv:2402.09906): no window either, and the mean of what follows "<|embed|>\n".
 _GRITLM = Family(
-    config={**_MISTRAL.config, "sliding_window": None},
+    config={**_in_both_directions("mistral", "MistralModel").config, "sliding_window": None},
     types=(PoolingType.MEAN,),
     normalize=True,
     include_prompt=False,
@@ -69,8 +76,20 @@ _GRITLM = Family(
 _NOMIC = Family(norms_before_cut=True)
 
 
-def find_family(raw: Mapping[str, Any], *, trust_remote_code: bool) -> Family | None:
-    """The family of a checkpoint, by its config.json; None for most, and where its own code runs otherwise."""
+def find_family(
+    raw: Mapping[str, Any], llm2vec: Mapping[str, Any] | None, *, name: str, trust_remote_code: bool
+) -> Family | None:
+    """The family of a checkpoint; None for most, and where its own code runs otherwise.
+
+    Args:
+        raw: Its config.json.
+        llm2vec: Its llm2vec_config.json, where there is one.
+        name: Of the model, for messages.
+        trust_remote_code: Whether its own code runs.
+
+    Raises:
+        UnsupportedArchitectureError: It is of LLM2Vec, and read in a way that is not supported.
+    """
     own_code = raw.get("auto_map") or {}
     if raw.get("model_type") == "nomic_bert":
         return _NOMIC
@@ -79,7 +98,30 @@ def find_family(raw: Mapping[str, Any], *, trust_remote_code: bool) -> Family | 
     [architecture, *_] = raw.get("architectures") or [""]
     if architecture == "GritLM" or any("modeling_gritlm" in str(place) for place in own_code.values()):
         return _GRITLM
-    return _BY_ARCHITECTURE.get(architecture)
+    if architecture == "LlamaBidirectionalModel":  # of NVIDIA
+        return _in_both_directions("llama", "LlamaModel")
+    if llm2vec is not None or architecture in _LLM2VEC:
+        return _llm2vec(raw, llm2vec or {}, architecture, name)
+    return None
+
+
+def _llm2vec(raw: Mapping[str, Any], settings: Mapping[str, Any], architecture: str, name: str) -> Family:
+    model_type = _LLM2VEC.get(architecture) or str(raw.get("model_type"))
+    mode, base = settings.get("pooling_mode", "mean"), raw.get("_name_or_path")
+    problem = None
+    if model_type not in _LLM2VEC_CLASSES:
+        problem = f"has model_type {model_type!r}; supported: {', '.join(_LLM2VEC_CLASSES)}"
+    elif mode != "mean":
+        problem = f"has pooling_mode {mode!r} in llm2vec_config.json; supported: 'mean'"
+    elif base in _LLM2VEC_WRAPPED:
+        problem = (
+            f"was made of {base}, whose chat format LLM2Vec puts around each text, which is not supported; "
+            "hf_overrides={'_name_or_path': ''} leaves that out, and gives other vectors than LLM2Vec"
+        )
+    if problem is not None:
+        raise UnsupportedArchitectureError(f"{name} is a model of LLM2Vec, and {problem}")
+    both = _in_both_directions(model_type, _LLM2VEC_CLASSES[model_type])
+    return replace(both, types=(PoolingType.MEAN,), normalize=False, include_prompt=False, skips_by_text=True)
 
 
 # How the nomic_bert checkpoints name what transformers names otherwise.

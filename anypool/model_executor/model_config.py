@@ -121,7 +121,8 @@ class ModelConfig:
         """
         raw = {**repository.read_config(), **(overrides or {})}
         _refuse_quantized(raw)
-        family = find_family(raw, trust_remote_code=trust_remote_code)
+        llm2vec = repository.read_object("llm2vec_config.json")
+        family = find_family(raw, llm2vec, name=repository.name, trust_remote_code=trust_remote_code)
         if family is not None and family.config:
             raw = {**{key: value for key, value in raw.items() if key != "auto_map"}, **family.config}
         elif not (trust_remote_code and "auto_map" in raw):
