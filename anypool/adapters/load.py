@@ -27,7 +27,7 @@ from anypool.adapters.rerank_templates import (
     own_template,
     read_template,
 )
-from anypool.adapters.sentence_transformers import Recipe, build_head, read_recipe, score_head
+from anypool.adapters.sentence_transformers import Recipe, build_head, read_recipe, recipe_of_family, score_head
 from anypool.adapters.settings import Setting, pooling_defaults, resolve_settings
 from anypool.adapters.sparse import Backing, SparseHead, find_sparse_head
 from anypool.config import EngineConfig, PoolerConfig
@@ -35,6 +35,7 @@ from anypool.errors import CheckpointFormatError, ConfigError
 from anypool.model_executor.layers.packing import pack_linears
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import is_pooling_model, load_backbone
+from anypool.model_executor.models.static import table_size
 from anypool.model_executor.registry import ModelRegistry
 from anypool.model_executor.weights.checkpoint import Checkpoint, open_checkpoint
 from anypool.model_executor.weights.loading import construct
@@ -108,7 +109,12 @@ def open_model(engine: EngineConfig) -> OpenedModel:
     overrides = engine.hf_overrides
     if recipe.multi_vector is not None and recipe.multi_vector.projection is not None:
         overrides = {"architectures": [], **(overrides or {})}  # the one there is stands for any backbone
-    config = ModelConfig.from_pretrained(backbone, overrides=overrides, trust_remote_code=engine.trust_remote_code)
+    if recipe.static is not None:
+        config = ModelConfig.of_table(repository.name, table_size(backbone), overrides=overrides)
+    else:
+        config = ModelConfig.from_pretrained(backbone, overrides=overrides, trust_remote_code=engine.trust_remote_code)
+    if config.family is not None:
+        recipe = recipe_of_family(recipe, config.family)
     return OpenedModel(repository=repository, backbone=backbone, config=config, recipe=recipe)
 
 

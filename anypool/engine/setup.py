@@ -46,6 +46,9 @@ def _load_tokenizer(config: EngineConfig, opened: OpenedModel) -> Tokenizer | No
         if repository.gguf is None and not any(map(repository.exists, _TOKENIZER_FILES)):
             logger.warning("%s has no tokenizer: prompts must be token ids", opened.config.name)
             return None
+    static = opened.recipe.static
+    if static is not None:
+        return Tokenizer.load_bare(repository, drops_unknown=static.drops_unknown)
     return Tokenizer.load(
         repository, do_lower_case=opened.recipe.do_lower_case, trust_remote_code=config.trust_remote_code
     )

@@ -41,6 +41,7 @@ _NATIVE: dict[str, str] = {
     "Qwen3Model": "qwen:Qwen3ForCausalLM",
     "RobertaForMaskedLM": "xlm_roberta:RobertaModel",
     "RobertaModel": "xlm_roberta:RobertaModel",
+    "StaticEmbedding": "static:StaticModel",
     "XLMRobertaForMaskedLM": "xlm_roberta:XLMRobertaModel",
     "XLMRobertaModel": "xlm_roberta:XLMRobertaModel",
 }
