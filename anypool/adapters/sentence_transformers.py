@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from anypool.adapters.heads import Head, HeadRecipe
+from anypool.adapters.layer_weights import LayerWeights, read_layer_weights
 from anypool.adapters.lm_head_rows import rows_head
 from anypool.adapters.multi_vector import MultiVectorRecipe
 from anypool.adapters.router import ROUTERS, RouterRecipe, read_router
@@ -112,6 +113,7 @@ class Recipe:
         max_active_dims: How many of their weights are kept; None for all, or for what `sparse` says.
         multi_vector: How token vectors are made, where the checkpoint is about these.
         static: How texts are read where the backbone is a table of token vectors.
+        layer_weights: Whose hidden states are pooled, where these are not the last layer's alone.
     """
 
     is_cross_encoder: bool = False
@@ -137,6 +139,7 @@ class Recipe:
     max_active_dims: int | None = None
     multi_vector: MultiVectorRecipe | None = None
     static: StaticRecipe | None = None
+    layer_weights: LayerWeights | None = None
 
 
 def read_recipe(repository: Repository) -> Recipe:
@@ -227,6 +230,10 @@ def _embedder(repository: Repository, modules: list[tuple[str, str]], kind: str,
     """A transformer, and what makes dense or sparse vectors of its states."""
     if modules[1:2] and modules[1][0] == "SpladePooling":
         return _splade(repository, modules, common)
+    layer_weights = None
+    if [kind for kind, _ in modules[:3]] == ["Transformer", "WeightedLayerPooling", "Pooling"]:
+        layer_weights = read_layer_weights(repository, modules[1][1])
+        modules = [modules[0], *modules[2:]]
     if len(modules) < 2 or [kind for kind, _ in modules[:2]] != ["Transformer", "Pooling"]:
         names = ", ".join(kind for kind, _ in modules)
         raise CheckpointFormatError(
@@ -246,6 +253,7 @@ def _embedder(repository: Repository, modules: list[tuple[str, str]], kind: str,
         modules=tuple(tail[:-1] if normalize else tail),
         normalize=normalize,
         sparse=sparse,
+        layer_weights=layer_weights,
         **common,
         **transformer_settings(repository, modules[0][1], kind),
     )

@@ -13,12 +13,18 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize
-from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding
+from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding, WeightedLayerPooling
 from tokenizers import Tokenizer
 from torch import nn
 
 from anypool import PoolerConfig, PoolingParams
-from anypool.errors import CheckpointFormatError, InvalidPromptError, UnsupportedArchitectureError
+from anypool.errors import (
+    CheckpointFormatError,
+    ConfigError,
+    InvalidParameterError,
+    InvalidPromptError,
+    UnsupportedArchitectureError,
+)
 from tests.helpers import (
     HIDDEN,
     MAX_POSITIONS,
@@ -33,6 +39,7 @@ from tests.helpers import (
     reference,
     save,
     save_sentence_transformer,
+    tiny_bert,
     tiny_llama,
     vectors,
     wordpiece_tokenizer,
@@ -422,3 +429,88 @@ def test_a_nomic_vector_is_layer_normalised_before_it_is_cut() -> None:
 def test_a_nomic_variant_that_transformers_does_not_have_is_refused() -> None:
     with pytest.raises(UnsupportedArchitectureError, match="moe_every_n_layers=2; only 0"):
         embed(as_published(nomic(), moe_every_n_layers=2), RAGGED)
+
+
+# Several layers
+
+
+TINY = {
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": MAX_POSITIONS,
+    "initializer_range": 0.2,
+    "output_hidden_states": True,
+}
+LAYERED = {
+    "bert": (hf.BertModel, hf.BertConfig, {}),
+    "deberta": (hf.DebertaV2Model, hf.DebertaV2Config, {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
+    "modernbert": (hf.ModernBertModel, hf.ModernBertConfig, {"pad_token_id": 0, "local_attention": 16}),
+    "qwen3": (hf.Qwen3Model, hf.Qwen3Config, {"num_key_value_heads": 2, "head_dim": 8}),
+    "gemma2": (hf.Gemma2Model, hf.Gemma2Config, {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8}),
+}
+
+
+def layered(family: str, *, start: int = 1, **settings: Any) -> Path:
+    """A checkpoint that pools a weighted mean of its layers."""
+    torch.manual_seed(12)
+    model, config, options = LAYERED[family]
+    tokenizer = wordpiece_tokenizer(model_max_length=MAX_POSITIONS)
+    values = {**TINY, "vocab_size": len(tokenizer), **options, **settings}
+    backbone = save(model(config(**values)), tokenizer, family)
+    mix = WeightedLayerPooling(HIDDEN, num_hidden_layers=3, layer_start=start)
+    nn.init.uniform_(mix.layer_weights, 0.2, 2.0)
+    return save_sentence_transformer(backbone, mix, Pooling(HIDDEN, "mean"))
+
+
+@pytest.mark.parametrize("start", [0, 2])
+@pytest.mark.parametrize("family", sorted(LAYERED))
+def test_weighted_layers_equal_sentence_transformers(family: str, start: int) -> None:
+    folder = layered(family, start=start)
+    assert_close(embed(folder, RAGGED, engine={"model_impl": "native"}), reference(folder, RAGGED))
+
+
+def test_weighted_layers_have_no_effect_without_hidden_states_as_in_sentence_transformers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = layered("bert", output_hidden_states=False)
+    assert_close(embed(folder, RAGGED), reference(folder, RAGGED))
+    assert "has no effect" in caplog.text
+
+
+def test_weighted_layers_are_refused_where_only_the_last_is_there() -> None:
+    with pytest.raises(UnsupportedArchitectureError, match="hidden states of all layers"):
+        embed(layered("bert"), RAGGED, engine={"model_impl": "transformers"})
+
+
+# A Dense for each size
+
+
+@cache
+def with_choice() -> Path:
+    """A checkpoint with Dense folders for 16, 24 and 48 dimensions, of which modules.json names the second."""
+    folder = save_sentence_transformer(tiny_bert(), Pooling(HIDDEN, "mean"), projection(HIDDEN, 24))
+    for size in (16, 24, 48):
+        torch.manual_seed(size)
+        target = folder / f"2_Dense_{size}"
+        target.mkdir()
+        projection(HIDDEN, size).save(str(target))
+    return folder
+
+
+@pytest.mark.parametrize("size", [16, 48])
+def test_the_dense_of_a_size_is_taken_in_place_of_a_cut(size: int) -> None:
+    chosen = copy_of(with_choice())
+    edit_json(chosen / "modules.json", lambda entries: entries[2].update(path=f"2_Dense_{size}"))
+    ours = embed(with_choice(), RAGGED, engine={"pooler_config": PoolerConfig(dimensions=size)})
+    assert_close(ours, reference(chosen, RAGGED))
+    assert_close(embed(chosen, RAGGED), ours, atol=0)  # modules.json may say it too
+    assert_close(embed(with_choice(), RAGGED), reference(with_choice(), RAGGED))
+
+
+def test_a_size_without_a_dense_is_refused() -> None:
+    with pytest.raises(ConfigError, match="it has a Dense for 16, 24, 48"):
+        embed(with_choice(), RAGGED, engine={"pooler_config": PoolerConfig(dimensions=32)})
+    with loaded(with_choice()) as llm, pytest.raises(InvalidParameterError, match="it supports 24"):
+        vectors(llm, RAGGED, PoolingParams(dimensions=16))
