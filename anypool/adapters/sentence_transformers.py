@@ -22,7 +22,7 @@ from anypool.adapters.sparse_recipe import SparseRecipe, read_auto_encoder, read
 from anypool.adapters.static import StaticRecipe, read_model2vec, read_static
 from anypool.config import is_int
 from anypool.errors import CheckpointFormatError, UnsupportedArchitectureError
-from anypool.model_executor.families import Family
+from anypool.model_executor.families import Family, SkipRule
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.weights.checkpoint import Checkpoint, open_checkpoint
 from anypool.model_executor.weights.loading import load_module
@@ -94,7 +94,7 @@ class Recipe:
         backbone: Folder of the transformer inside the checkpoint.
         types: Pooling types; None where no file says.
         include_prompt: Whether tokens of a prompt take part in pooling.
-        skips_by_text: Whether all is left out of pooling but as many last tokens as the text alone has.
+        skip_rule: How many leading tokens a prompt that is not pooled takes.
         modules: (type, path, config) of what follows pooling, the closing Normalize left out.
         normalize: Whether vectors are normalised at the end; None where no file says.
         prompts: Text put before an input, by name.
@@ -120,7 +120,7 @@ class Recipe:
     backbone: str = ""
     types: tuple[PoolingType, ...] | None = None
     include_prompt: bool = True
-    skips_by_text: bool = False
+    skip_rule: SkipRule = "prompt"
     modules: tuple[tuple[str, str, Mapping[str, Any]], ...] = ()
     normalize: bool | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -197,7 +197,7 @@ def recipe_of_family(recipe: Recipe, family: Family) -> Recipe:
         recipe,
         types=family.types,
         include_prompt=family.include_prompt,
-        skips_by_text=family.skips_by_text,
+        skip_rule=family.skip_rule,
         normalize=family.normalize,
         prompts={**recipe.prompts, **family.prompts},
         default_prompt_name=recipe.default_prompt_name or family.default_prompt_name,

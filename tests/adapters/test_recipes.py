@@ -324,6 +324,87 @@ def test_the_bidirectional_llama_of_nvidia_is_the_mean_of_all_tokens() -> None:
     assert_close(embed(folder, SHORT), nn.functional.normalize(torch.stack(expected), dim=-1))
 
 
+LATENT = {
+    "num_latents_value": 12,
+    "num_cross_heads": 2,
+    "hidden_dim": HIDDEN,
+    "latent_dim": HIDDEN,
+    "cross_dim_head": 6,
+}
+
+
+@cache
+def nv_embed() -> Path:
+    """The Mistral under the names of NV-Embed's files, with a random latent array."""
+    folder = copy_of(tiny_mistral())
+    torch.manual_seed(13)
+    block = "latent_attention_model.cross_attend_blocks."
+    shapes = {
+        "latent_attention_model.latents": (12, HIDDEN),
+        **{f"{block}{name}.{kind}": (HIDDEN,) for name in ("0.norm", "0.norm_context", "1.norm") for kind in NORM},
+        f"{block}0.fn.to_q.weight": (12, HIDDEN),
+        f"{block}0.fn.to_kv.weight": (24, HIDDEN),
+        f"{block}0.fn.to_out.weight": (HIDDEN, 12),
+        f"{block}1.fn.net.0.weight": (8 * HIDDEN, HIDDEN),
+        f"{block}1.fn.net.0.bias": (8 * HIDDEN,),
+        f"{block}1.fn.net.2.weight": (HIDDEN, 4 * HIDDEN),
+        f"{block}1.fn.net.2.bias": (HIDDEN,),
+    }
+    stored = load_file(folder / "model.safetensors")
+    decoder = {name.replace("model.", "embedding_model."): x for name, x in stored.items() if name != "lm_head.weight"}
+    save_file(
+        {**decoder, **{name: torch.randn(shape) * 0.3 for name, shape in shapes.items()}}, folder / "model.safetensors"
+    )
+    text = json.loads((folder / "config.json").read_text())
+    whole = {"model_type": "nvembed", "architectures": ["NVEmbedModel"], "auto_map": {"AutoModel": "m.NVEmbedModel"}}
+    more = {"text_config": {**text, "model_type": "bidir_mistral"}, "latent_attention_config": LATENT, "add_eos": True}
+    edit_json(folder / "config.json", lambda _: {**whole, **more})
+    return folder
+
+
+NORM = ("weight", "bias")
+
+
+def latent_states(hidden_TD: torch.Tensor) -> torch.Tensor:
+    """The formula of NV-Embed's latent attention."""
+    tensors = load_file(nv_embed() / "model.safetensors")
+    block, latents = "latent_attention_model.cross_attend_blocks.", tensors["latent_attention_model.latents"]
+
+    def normed(name: str, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(x, (HIDDEN,), *(tensors[f"{block}{name}.{kind}"] for kind in NORM))
+
+    def product(name: str, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, tensors[f"{block}{name}.weight"], tensors.get(f"{block}{name}.bias"))
+
+    q = product("0.fn.to_q", normed("0.norm", hidden_TD)).view(-1, 2, 6)
+    k, v = (x.view(-1, 2, 6) for x in product("0.fn.to_kv", normed("0.norm_context", latents)).chunk(2, dim=-1))
+    shares = (torch.einsum("thk,rhk->htr", q, k) / 6**0.5).softmax(dim=-1)
+    hidden_TD = hidden_TD + product("0.fn.to_out", torch.einsum("htr,rhk->thk", shares, v).flatten(1))
+    factor, gate = product("1.fn.net.0", normed("1.norm", hidden_TD)).chunk(2, dim=-1)
+    return hidden_TD + product("1.fn.net.2", factor * nn.functional.gelu(gate))
+
+
+@pytest.mark.parametrize("prompt", ["", "Instruct: find\nQuery: "], ids=["document", "query"])
+def test_nv_embed_is_the_mean_of_latent_states_with_its_count_of_the_instruction(prompt: str) -> None:
+    skip = len(ids_of(tiny_mistral(), prompt, special=False))
+    eos = 2
+    expected = []
+    for text in SHORT:
+        rows = latent_states(unmasked(tiny_mistral(), [*ids_of(tiny_mistral(), prompt + text), eos]))
+        expected.append(nn.functional.normalize(rows[skip:].mean(dim=0), dim=0))
+    assert_close(embed(nv_embed(), SHORT, prompt=prompt), torch.stack(expected))
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [("JinaForRanking", {}), ("Qwen3ForCausalLM", {"auto_map": {"AutoModel": "m.JinaForRanking"}})],
+    ids=["by-name", "by-code"],
+)
+def test_a_listwise_reranker_is_refused_by_its_name(marks: tuple[str, Any]) -> None:
+    with pytest.raises(UnsupportedArchitectureError, match="JinaForRanking is not supported: it scores all documents"):
+        embed(renamed(tiny_llama(), marks[0], **marks[1]), SHORT)
+
+
 def test_an_adapter_beside_a_model_is_refused() -> None:
     folder = copy_of(tiny_llama())
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "some/base"}')
