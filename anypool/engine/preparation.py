@@ -132,9 +132,9 @@ class Preparation:
         limit = options.truncate_prompt_tokens
         if limit is not None and limit != -1:
             self._fitting.limit(limit)  # checks it
-        return self._lookup.requests(
-            texts, plans, [str(next(self._ids)) for _ in texts], None if limit == -1 else limit
-        )
+        side = None if options.truncation_side is None else self._side(options)
+        names = [str(next(self._ids)) for _ in texts]
+        return self._lookup.requests(texts, plans, names, None if limit == -1 else limit, side=side)
 
     def _with_prompt_of(self, side: bool | None, options: PromptOptions) -> PromptOptions:
         """The options with the prompt that the checkpoint has for a side, where the caller names none."""

@@ -137,7 +137,11 @@ def plan_gpu_memory(config: EngineConfig, loaded: LoadedModel, cache: KVCache | 
 
 
 def _max_model_len(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer | None) -> int:
-    """The user's limit, else the recipe's, else the tokenizer's; never more than the position embeddings allow."""
+    """The user's limit, else the checkpoint's; never more than the position embeddings allow.
+
+    The lengths of queries and documents that a multi-vector checkpoint states win over that of its tokenizer: PyLate
+    leaves there one token less, or whatever the last text was cut to.
+    """
     most = loaded.config.max_positions
     if config.max_model_len is not None:
         if config.max_model_len > most:
@@ -148,4 +152,7 @@ def _max_model_len(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokeniz
     stated = loaded.recipe.max_seq_length
     if stated is None and tokenizer is not None:
         stated = tokenizer.max_length
+    if loaded.multi_vector is not None and stated is not None:
+        lengths = loaded.multi_vector.lengths
+        stated = most if None not in lengths else max(stated, *(length or 0 for length in lengths))
     return most if stated is None else min(stated, most)
