@@ -109,7 +109,7 @@ _NOMIC = Family(norms_before_cut=True)
 
 # What no backbone with a pooler can give, by the name in `architectures` or of the class in `auto_map`.
 _REFUSED = {
-    "JinaForRanking": "it scores all documents of a list in one prompt, each in the light of the others (jina-reranker-v3)",
+    "JinaForRanking": "it scores all documents of a list in one prompt (jina-reranker-v3)",
     "XLMRobertaLoRA": "each of its tasks has low-rank adapters of its own (jina-embeddings-v3)",
 }
 
