@@ -125,6 +125,31 @@ def test_embedding_gemma_is_cut_and_then_normalised() -> None:
     assert_close(embed(embedding_gemma(), RAGGED, engine={"pooler_config": PoolerConfig(dimensions=8)}), expected)
 
 
+# Qwen3-Embedding
+
+
+@pytest.mark.parametrize("prompt", ["Instruct: find a cat\nQuery:", ""], ids=["query", "document"])
+def test_qwen3_embedding_equals_sentence_transformers(prompt: str) -> None:
+    torch.manual_seed(14)
+    tokenizer = byte_tokenizer("$A </s>", model_max_length=MAX_POSITIONS, padding_side="left")
+    config = hf.Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=64,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+    )
+    backbone = save(hf.Qwen3ForCausalLM(config), tokenizer, "qwen3-embedding")
+    folder = save_sentence_transformer(backbone, Pooling(HIDDEN, "lasttoken"), Normalize())
+    ours = embed(folder, RAGGED, prompt=prompt, engine={"model_impl": "native"})
+    assert_close(ours, reference(folder, RAGGED, prompt=prompt))
+
+
 # Tables of token vectors
 
 
