@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from anypool.adapters.heads import Head, HeadRecipe
+from anypool.adapters.layer_weights import LayerWeights, read_layer_weights
 from anypool.adapters.lm_head_rows import rows_head
 from anypool.adapters.multi_vector import MultiVectorRecipe
 from anypool.adapters.router import ROUTERS, RouterRecipe, read_router
@@ -21,7 +22,7 @@ from anypool.adapters.sparse_recipe import SparseRecipe, read_auto_encoder, read
 from anypool.adapters.static import StaticRecipe, read_model2vec, read_static
 from anypool.config import is_int
 from anypool.errors import CheckpointFormatError, UnsupportedArchitectureError
-from anypool.model_executor.families import Family
+from anypool.model_executor.families import Family, SkipRule
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.weights.checkpoint import Checkpoint, open_checkpoint
 from anypool.model_executor.weights.loading import load_module
@@ -93,7 +94,7 @@ class Recipe:
         backbone: Folder of the transformer inside the checkpoint.
         types: Pooling types; None where no file says.
         include_prompt: Whether tokens of a prompt take part in pooling.
-        skips_by_text: Whether all is left out of pooling but as many last tokens as the text alone has.
+        skip_rule: How many leading tokens a prompt that is not pooled takes.
         modules: (type, path, config) of what follows pooling, the closing Normalize left out.
         normalize: Whether vectors are normalised at the end; None where no file says.
         prompts: Text put before an input, by name.
@@ -112,13 +113,14 @@ class Recipe:
         max_active_dims: How many of their weights are kept; None for all, or for what `sparse` says.
         multi_vector: How token vectors are made, where the checkpoint is about these.
         static: How texts are read where the backbone is a table of token vectors.
+        layer_weights: Whose hidden states are pooled, where these are not the last layer's alone.
     """
 
     is_cross_encoder: bool = False
     backbone: str = ""
     types: tuple[PoolingType, ...] | None = None
     include_prompt: bool = True
-    skips_by_text: bool = False
+    skip_rule: SkipRule = "prompt"
     modules: tuple[tuple[str, str, Mapping[str, Any]], ...] = ()
     normalize: bool | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -137,6 +139,7 @@ class Recipe:
     max_active_dims: int | None = None
     multi_vector: MultiVectorRecipe | None = None
     static: StaticRecipe | None = None
+    layer_weights: LayerWeights | None = None
 
 
 def read_recipe(repository: Repository) -> Recipe:
@@ -194,7 +197,7 @@ def recipe_of_family(recipe: Recipe, family: Family) -> Recipe:
         recipe,
         types=family.types,
         include_prompt=family.include_prompt,
-        skips_by_text=family.skips_by_text,
+        skip_rule=family.skip_rule,
         normalize=family.normalize,
         prompts={**recipe.prompts, **family.prompts},
         default_prompt_name=recipe.default_prompt_name or family.default_prompt_name,
@@ -227,6 +230,10 @@ def _embedder(repository: Repository, modules: list[tuple[str, str]], kind: str,
     """A transformer, and what makes dense or sparse vectors of its states."""
     if modules[1:2] and modules[1][0] == "SpladePooling":
         return _splade(repository, modules, common)
+    layer_weights = None
+    if [kind for kind, _ in modules[:3]] == ["Transformer", "WeightedLayerPooling", "Pooling"]:
+        layer_weights = read_layer_weights(repository, modules[1][1])
+        modules = [modules[0], *modules[2:]]
     if len(modules) < 2 or [kind for kind, _ in modules[:2]] != ["Transformer", "Pooling"]:
         names = ", ".join(kind for kind, _ in modules)
         raise CheckpointFormatError(
@@ -246,6 +253,7 @@ def _embedder(repository: Repository, modules: list[tuple[str, str]], kind: str,
         modules=tuple(tail[:-1] if normalize else tail),
         normalize=normalize,
         sparse=sparse,
+        layer_weights=layer_weights,
         **common,
         **transformer_settings(repository, modules[0][1], kind),
     )

@@ -371,12 +371,14 @@ class Preparation:
             )
         if prefix == "" or recipe.include_prompt or self.tokenizer is None:
             return prefix, 0
+        if recipe.skip_rule == "bare prompt":
+            return prefix, len(self.tokenizer.encode([prefix], special_tokens=False)[0])
         added = 0 if options.special_tokens else len(self.tokenizer.prefix_ids)
         return prefix, self.tokenizer.prompt_length(prefix) - added
 
     def _skips(self, prompts: Sequence[object], encoded: Sequence[list[int]], skip: int) -> list[int]:
         """How many leading tokens of each text are not pooled: the prompt's, or all but as many as it has alone."""
-        if not self.loaded.recipe.skips_by_text or self.tokenizer is None:
+        if self.loaded.recipe.skip_rule != "all but text" or self.tokenizer is None:
             return [skip] * len(encoded)
         alone = self._encode([prompt for prompt in prompts if isinstance(prompt, str)], special_tokens=False)
         return [max(0, len(ids) - len(text)) for ids, text in zip(encoded, alone, strict=True)]
