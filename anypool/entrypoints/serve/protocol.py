@@ -1,4 +1,4 @@
-"""uvicorn's HTTP over one connection, with bounds for what comes before a body."""
+"""uvicorn's HTTP over one connection, with bounds for what comes before a body, and after its answer."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 _LARGEST_HEAD = 64 * 1024
 # Seconds that they may take to arrive, and that a new connection may say nothing.
 _HEAD_S = 60.0
+# Seconds in which a body that was refused may still arrive. Closing at once would reset the connection, and a client
+# that is still sending would lose the answer.
+_LINGER_S = 5.0
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Ends a connection whose next request does not come to its body: it is too large, or too slow.
+    """Ends a connection whose next request does not come to its body: it is too large, or too slow. The same for one
+    that goes on sending a body which is answered already.
 
-    uvicorn bounds neither, so anybody, without a key, could fill memory or hold all connections.
+    uvicorn bounds none of it, so anybody, without a key, could fill memory or hold all connections.
     """
 
     _head_bytes = 0
     _is_in_head = False
     _has_begun = False  # in the piece that is parsed
     _timer: asyncio.TimerHandle | None = None
+    _lingering: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -30,6 +35,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_lingering()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
@@ -40,6 +46,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._stop_timer()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._stop_lingering()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        is_early = self.cycle.response_complete and self.cycle.more_body  # of a request behind it, neither
+        if is_early and not self.transport.is_closing():
+            self._lingering = self.loop.call_later(_LINGER_S, self.transport.close)
 
     def data_received(self, data: bytes) -> None:
         self._has_begun = False
@@ -59,6 +75,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _stop_lingering(self) -> None:
+        if self._lingering is not None:
+            self._lingering.cancel()
+            self._lingering = None
 
     def _is_late(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
