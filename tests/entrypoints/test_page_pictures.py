@@ -136,7 +136,7 @@ def test_heat_is_the_similarity_over_the_whole_picture(
     )
     assert shown[:2] == [8, 8]
     shares = (values - values.min()) / (values.max() - values.min())
-    np.testing.assert_allclose(shown[2], 200 * shares, atol=0.51)
+    np.testing.assert_allclose(shown[2], 178 * shares, atol=0.51)
     boxes = browser.run(
         """return [".picture", ".patch-heat", ".patch"].map((one) => {
           const {left, top, width, height} = document.querySelector(one).getBoundingClientRect();

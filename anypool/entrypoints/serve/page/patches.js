@@ -8,7 +8,7 @@ import { dot } from "./vectors.js";
 // A picture is drawn no larger, in pixels, than it is ever shown.
 const LONGEST_SIDE = 1400;
 const HEAT = [224, 60, 20]; // red, green, blue
-const MOST_OPAQUE = 200; // of 255: the picture stays readable
+const MOST_OPAQUE = 178; // of 255: the picture stays readable
 
 /** The picture, and the patches that the query's tokens find; of one that is chosen its similarity to every patch. */
 export async function overPatches(model, file, query, answer, best) {
