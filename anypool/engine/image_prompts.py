@@ -12,6 +12,7 @@ import torch
 from anypool.adapters.load import LoadedModel
 from anypool.adapters.processors import load_processor
 from anypool.engine.images import open_image
+from anypool.engine.patch_grids import patch_grids
 from anypool.engine.prompts import ImagePrompt
 from anypool.errors import InvalidPromptError, PromptTooLongError
 from anypool.model_executor.images import ImageInputs
@@ -147,7 +148,7 @@ class ImagePrompts:
             batch = processor.process_images(images=images, return_tensors="pt")
         if "image_grid_thw" in batch:  # a row of patches per image, padded, where the tower takes patches
             batch["pixel_values"] = batch["pixel_values"].flatten(0, 1)
-        return _split(batch, len(images))
+        return self._split(batch, len(images))
 
     def _inline(self, images: list[Any], text: str | None, where: str, special: bool) -> tuple[list[int], ImageInputs]:
         processor = self.processor()
@@ -169,13 +170,21 @@ class ImagePrompts:
         extra: dict[str, Any] = {} if special else {"add_special_tokens": False}
         with self._lock:
             batch = processor(text=[text], images=[images], return_tensors="pt", **extra)
-        return _split(batch, len(images))
+        return self._split(batch, len(images))
 
-
-def _split(batch: Mapping[str, Any], count: int) -> tuple[list[int], ImageInputs]:
-    """A processor's answer for one prompt: ids, and tensors per token and per image."""
-    ids: torch.Tensor = batch["input_ids"][0]
-    rest = {name: tensor for name, tensor in batch.items() if name not in _NOT_FOR_THE_MODEL}
-    by_token = {name: tensor[0] for name, tensor in rest.items() if name.endswith("token_type_ids")}
-    tensors = {name: torch.as_tensor(tensor) for name, tensor in rest.items() if name not in by_token}
-    return ids.tolist(), ImageInputs(tensors, by_token, count)
+    def _split(self, batch: Mapping[str, Any], count: int) -> tuple[list[int], ImageInputs]:
+        """A processor's answer for one prompt: ids, and tensors per token and per image."""
+        ids: list[int] = batch["input_ids"][0].tolist()
+        rest = {name: tensor for name, tensor in batch.items() if name not in _NOT_FOR_THE_MODEL}
+        by_token = {name: tensor[0] for name, tensor in rest.items() if name.endswith("token_type_ids")}
+        tensors = {name: torch.as_tensor(tensor) for name, tensor in rest.items() if name not in by_token}
+        model: Any = self._loaded.model
+        grids = patch_grids(
+            ids,
+            tensors,
+            count,
+            image_token=next(iter(model.image_token_ids), None),
+            patch_size=model.patch_size,
+            image_processor=getattr(self.processor(), "image_processor", None),
+        )
+        return ids, ImageInputs(tensors, by_token, count, grids)
