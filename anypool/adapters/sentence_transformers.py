@@ -14,12 +14,15 @@ from typing import Any
 from torch import nn
 
 from anypool.adapters.heads import Head, HeadRecipe
+from anypool.adapters.layer_weights import LayerWeights, read_layer_weights
 from anypool.adapters.lm_head_rows import rows_head
 from anypool.adapters.multi_vector import MultiVectorRecipe
 from anypool.adapters.router import ROUTERS, RouterRecipe, read_router
 from anypool.adapters.sparse_recipe import SparseRecipe, read_auto_encoder, read_max_active_dims, read_splade
+from anypool.adapters.static import StaticRecipe, read_model2vec, read_static
 from anypool.config import is_int
 from anypool.errors import CheckpointFormatError, UnsupportedArchitectureError
+from anypool.model_executor.families import Family, SkipRule
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.weights.checkpoint import Checkpoint, open_checkpoint
 from anypool.model_executor.weights.loading import load_module
@@ -91,6 +94,7 @@ class Recipe:
         backbone: Folder of the transformer inside the checkpoint.
         types: Pooling types; None where no file says.
         include_prompt: Whether tokens of a prompt take part in pooling.
+        skip_rule: How many leading tokens a prompt that is not pooled takes.
         modules: (type, path, config) of what follows pooling, the closing Normalize left out.
         normalize: Whether vectors are normalised at the end; None where no file says.
         prompts: Text put before an input, by name.
@@ -108,12 +112,15 @@ class Recipe:
         sparse: What makes sparse vectors of a SparseEncoder.
         max_active_dims: How many of their weights are kept; None for all, or for what `sparse` says.
         multi_vector: How token vectors are made, where the checkpoint is about these.
+        static: How texts are read where the backbone is a table of token vectors.
+        layer_weights: Whose hidden states are pooled, where these are not the last layer's alone.
     """
 
     is_cross_encoder: bool = False
     backbone: str = ""
     types: tuple[PoolingType, ...] | None = None
     include_prompt: bool = True
+    skip_rule: SkipRule = "prompt"
     modules: tuple[tuple[str, str, Mapping[str, Any]], ...] = ()
     normalize: bool | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -131,6 +138,8 @@ class Recipe:
     sparse: SparseRecipe | None = None
     max_active_dims: int | None = None
     multi_vector: MultiVectorRecipe | None = None
+    static: StaticRecipe | None = None
+    layer_weights: LayerWeights | None = None
 
 
 def read_recipe(repository: Repository) -> Recipe:
@@ -163,16 +172,36 @@ def read_recipe(repository: Repository) -> Recipe:
     }
     listed = repository.read_json("modules.json")
     if listed is None:
+        static = read_model2vec(repository)
+        if static is not None:
+            return Recipe(types=(PoolingType.MEAN,), static=static, **{**common, **static.settings})
         return Recipe(**common, **transformer_settings(repository, "", kind))
     modules = read_modules(repository, listed)
     if kind == _CROSS_ENCODER:
         return _cross_encoder(repository, modules, common)
-    if _is_two_tower(repository, modules[0]):
+    if kind == _EMBEDDER and modules and modules[0][0] == "StaticEmbedding":
+        return _static(repository, modules, common)
+    if modules and _is_two_tower(repository, modules[0]):
         return _two_tower(repository, modules, common)
     place = next((index for index, (name, _) in enumerate(modules) if name in ROUTERS), None)
     if place is not None:
         return _routed(repository, modules, place, kind, common)
     return _embedder(repository, modules, kind, common)
+
+
+def recipe_of_family(recipe: Recipe, family: Family) -> Recipe:
+    """What a family does where its files say nothing. Files that say how to pool are taken at their word."""
+    if recipe.types is not None or family.types is None:
+        return recipe
+    return replace(
+        recipe,
+        types=family.types,
+        include_prompt=family.include_prompt,
+        skip_rule=family.skip_rule,
+        normalize=family.normalize,
+        prompts={**recipe.prompts, **family.prompts},
+        default_prompt_name=recipe.default_prompt_name or family.default_prompt_name,
+    )
 
 
 def _routed(
@@ -201,6 +230,10 @@ def _embedder(repository: Repository, modules: list[tuple[str, str]], kind: str,
     """A transformer, and what makes dense or sparse vectors of its states."""
     if modules[1:2] and modules[1][0] == "SpladePooling":
         return _splade(repository, modules, common)
+    layer_weights = None
+    if [kind for kind, _ in modules[:3]] == ["Transformer", "WeightedLayerPooling", "Pooling"]:
+        layer_weights = read_layer_weights(repository, modules[1][1])
+        modules = [modules[0], *modules[2:]]
     if len(modules) < 2 or [kind for kind, _ in modules[:2]] != ["Transformer", "Pooling"]:
         names = ", ".join(kind for kind, _ in modules)
         raise CheckpointFormatError(
@@ -220,8 +253,23 @@ def _embedder(repository: Repository, modules: list[tuple[str, str]], kind: str,
         modules=tuple(tail[:-1] if normalize else tail),
         normalize=normalize,
         sparse=sparse,
+        layer_weights=layer_weights,
         **common,
         **transformer_settings(repository, modules[0][1], kind),
+    )
+
+
+def _static(repository: Repository, modules: list[tuple[str, str]], common: Mapping[str, Any]) -> Recipe:
+    """A table of token vectors, whose mean is taken, and what follows."""
+    static = read_static(repository.subfolder(modules[0][1]))
+    tail = _tail(repository, modules[1:])
+    normalize = bool(tail) and tail[-1][0] == "Normalize"
+    return Recipe(
+        backbone=modules[0][1],
+        types=(PoolingType.MEAN,),
+        modules=tuple(tail[:-1] if normalize else tail),
+        static=static,
+        **{**common, **static.settings, "normalize": normalize},
     )
 
 

@@ -172,7 +172,8 @@ class Preparation:
             self._fitting.refuse_endless(checked)
         _refuse_prompt_before_ids(options, checked)
         whole = [prefix + prompt for prompt in checked if isinstance(prompt, str)]
-        texts = iter(self._encode(whole, special_tokens=options.special_tokens))
+        encoded = self._encode(whole, special_tokens=options.special_tokens)
+        texts = iter(zip(encoded, self._skips(checked, encoded, skip), strict=True))
         pieces = self._pieces(checked, prefix)
         requests = []
         for index, (prompt, (plan, *others)) in enumerate(zip(checked, plans, strict=True)):
@@ -186,8 +187,8 @@ class Preparation:
             elif isinstance(prompt, TemplatedPrompt):
                 tokens = self._fitting.templated(prompt, pieces, index, limit, side=options.truncation_side or "right")
             else:
-                before, skipped = (prefix, skip) if isinstance(prompt, str) else ("", 0)
-                ids = next(texts) if isinstance(prompt, str) else prompt
+                before = prefix if isinstance(prompt, str) else ""
+                ids, skipped = next(texts) if isinstance(prompt, str) else (prompt, 0)
                 around = self._images.around if isinstance(prompt, str) else None
                 if template is not None and isinstance(prompt, str):
                     around = [], ending
@@ -403,8 +404,17 @@ class Preparation:
             )
         if prefix == "" or recipe.include_prompt or self.tokenizer is None:
             return prefix, 0
+        if recipe.skip_rule == "bare prompt":
+            return prefix, len(self.tokenizer.encode([prefix], special_tokens=False)[0])
         added = 0 if options.special_tokens else len(self.tokenizer.prefix_ids)
         return prefix, self.tokenizer.prompt_length(prefix) - added
+
+    def _skips(self, prompts: Sequence[object], encoded: Sequence[list[int]], skip: int) -> list[int]:
+        """How many leading tokens of each text are not pooled: the prompt's, or all but as many as it has alone."""
+        if self.loaded.recipe.skip_rule != "all but text" or self.tokenizer is None:
+            return [skip] * len(encoded)
+        alone = self._encode([prompt for prompt in prompts if isinstance(prompt, str)], special_tokens=False)
+        return [max(0, len(ids) - len(text)) for ids, text in zip(encoded, alone, strict=True)]
 
     def _encode(self, texts: list[str], *, special_tokens: bool) -> list[list[int]]:
         if texts and self._images.owns_texts:

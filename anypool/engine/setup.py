@@ -46,9 +46,15 @@ def _load_tokenizer(config: EngineConfig, opened: OpenedModel) -> Tokenizer | No
         if repository.gguf is None and not any(map(repository.exists, _TOKENIZER_FILES)):
             logger.warning("%s has no tokenizer: prompts must be token ids", opened.config.name)
             return None
-    return Tokenizer.load(
+    static = opened.recipe.static
+    if static is not None:
+        return Tokenizer.load_bare(repository, drops_unknown=static.drops_unknown)
+    tokenizer = Tokenizer.load(
         repository, do_lower_case=opened.recipe.do_lower_case, trust_remote_code=config.trust_remote_code
     )
+    if opened.config.family is not None and opened.config.family.adds_eos:
+        tokenizer.end_with(tokenizer.named_tokens.get("eos_token", "</s>"))
+    return tokenizer
 
 
 def resolve(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer | None) -> EngineConfig:
