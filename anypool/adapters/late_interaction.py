@@ -27,7 +27,7 @@ from anypool.adapters.sentence_transformers import (
     transformer_settings,
 )
 from anypool.config import is_int, is_int_list
-from anypool.errors import CheckpointFormatError, WeightsError
+from anypool.errors import CheckpointFormatError, UnsupportedArchitectureError, WeightsError
 from anypool.model_executor.weights.checkpoint import Checkpoint
 from anypool.model_executor.weights.loading import fill
 from anypool.model_executor.weights.repository import Repository
@@ -248,6 +248,11 @@ def _multi_vector_encoder(repository: Repository, settings: Mapping[str, Any]) -
         similarity=similarity,
     )
     own = transformer_settings(repository, backbone, "MultiVectorEncoder")
+    if "message_format" in own:
+        raise UnsupportedArchitectureError(
+            f"{repository.name}: {where} puts texts into a chat template, which is not supported for token vectors: "
+            "take the entry 'message' out of its modality_config where the model was trained on plain texts"
+        )
     return _recipe(repository, backbone, settings, recipe, normalize=normalize, **own)
 
 

@@ -329,7 +329,7 @@ def _rerank_template(
     if head is None or head.recipe.token_level:
         return None
     recipe, backbone = opened.recipe, opened.backbone
-    if recipe.message_format is not None:
+    if recipe.message_format is not None and recipe.is_cross_encoder:
         in_parts = recipe.message_format == "structured"
         stated = own_template(backbone, in_parts=in_parts, variables=recipe.template_variables)
         if stated is None:

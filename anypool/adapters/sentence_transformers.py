@@ -106,8 +106,8 @@ class Recipe:
         score_activation: Dotted path of the activation that a CrossEncoder was saved with.
         answer_ids: Tokens whose logits give a CrossEncoder's score: false and true, or true alone.
         score_modules: (type, path, config) of what turns a CrossEncoder's pooled row into scores.
-        message_format: "flat" or "structured" where a CrossEncoder's pairs go through its chat template.
-        template_variables: What that template sees beside the pair.
+        message_format: "flat" or "structured" where texts, or a CrossEncoder's pairs, go through the chat template.
+        template_variables: What that template sees beside them.
         router: Which way queries and documents go, where they go different ones.
         sparse: What makes sparse vectors of a SparseEncoder.
         max_active_dims: How many of their weights are kept; None for all, or for what `sparse` says.
@@ -289,8 +289,23 @@ def _two_tower(repository: Repository, modules: list[tuple[str, str]], common: M
             f"{repository.name}: modules.json lists {', '.join(kinds)} after a model of texts and images; "
             "only Normalize is supported there"
         )
-    config = transformer_config(repository, modules[0][1])[1]
-    return Recipe(backbone=modules[0][1], normalize=bool(kinds), max_seq_length=config.get("max_seq_length"), **common)
+    name, config = transformer_config(repository, modules[0][1])
+    processing = config.get("processing_kwargs") or {}
+    text = processing.get("text") or {}
+    others = [key for key, value in processing.items() if key != "text" and value]
+    # How texts are padded changes nothing in CLIP, and SigLIP's are always padded to their full length.
+    if unknown := sorted({*others, *(key for key in text if key not in ("max_length", "padding", "truncation"))}):
+        raise UnsupportedArchitectureError(
+            f"{repository.name}: {name} has processing_kwargs for {', '.join(unknown)}; supported for a model of texts "
+            "and images are max_length, padding and truncation of texts"
+        )
+    return Recipe(
+        backbone=modules[0][1],
+        normalize=bool(kinds),
+        max_seq_length=_max_seq_length(repository, name, text.get("max_length", config.get("max_seq_length"))),
+        do_lower_case=bool(config.get("do_lower_case", False)),
+        **common,
+    )
 
 
 def _splade(repository: Repository, modules: list[tuple[str, str]], common: Mapping[str, Any]) -> Recipe:
@@ -384,6 +399,10 @@ def read_modules(repository: Repository, listed: Any) -> list[tuple[str, str]]:
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
             raise CheckpointFormatError(f"{repository.name}: modules.json names {path!r}, outside the checkpoint")
         modules.append((kind.rsplit(".", 1)[-1], path))
+    if not modules:
+        raise CheckpointFormatError(
+            f"{repository.name}: modules.json lists no modules; a Transformer followed by a Pooling is supported"
+        )
     return modules
 
 
@@ -402,7 +421,7 @@ def transformer_settings(repository: Repository, path: str, kind: str) -> dict[s
     known = _KINDS.get(kind, _KINDS[_EMBEDDER])
     output, text_output = _TASKS.get(task, (None, None))
     processing = config.get("processing_kwargs") or {}
-    template = processing.get("chat_template") if kind == _CROSS_ENCODER else None
+    template = processing.get("chat_template") if "message" in modalities or kind == _CROSS_ENCODER else None
     for key, value, supported in (
         ("transformer_task", config.get("transformer_task"), known),
         ("module_output_name", config.get("module_output_name"), (output,)),
@@ -414,14 +433,19 @@ def transformer_settings(repository: Repository, path: str, kind: str) -> dict[s
             raise UnsupportedArchitectureError(
                 f"{repository.name}: {name} has {key} {value!r}; supported: {', '.join(map(repr, supported)) or 'none'}"
             )
-    length = config.get("max_seq_length")
-    if length is not None and not (is_int(length) and length > 0):
-        raise CheckpointFormatError(f"{repository.name}: {name} has max_seq_length {length!r}, not a positive integer")
-    settings = {"max_seq_length": length, "do_lower_case": bool(config.get("do_lower_case", False))}
-    if kind == _CROSS_ENCODER and "message" in modalities:
+    length = _max_seq_length(repository, name, config.get("max_seq_length"))
+    settings: dict[str, Any] = {"max_seq_length": length, "do_lower_case": bool(config.get("do_lower_case", False))}
+    if "message" in modalities:
         settings["message_format"] = modalities["message"].get("format", "structured")
         settings["template_variables"] = template or {}
     return settings
+
+
+def _max_seq_length(repository: Repository, name: str, length: Any) -> int | None:
+    if length is not None and not (is_int(length) and length > 0):
+        raise CheckpointFormatError(f"{repository.name}: {name} has max_seq_length {length!r}, not a positive integer")
+    found: int | None = length
+    return found
 
 
 def _pooling(repository: Repository, path: str) -> tuple[tuple[PoolingType, ...], bool]:

@@ -376,6 +376,14 @@ def test_a_checkpoint_without_its_projection_or_its_tokenizer_is_an_error() -> N
         LLM(FIXTURES / "pylate", device="cpu", skip_tokenizer_init=True)
 
 
+@pytest.mark.parametrize("name", ["pylate", "multi-vector"])
+def test_a_list_of_no_modules_is_an_error(name: str) -> None:
+    folder = copy_of(FIXTURES / "pylate" if name == "pylate" else encoder(tiny_bert())[0])
+    (folder / "modules.json").write_text("[]")
+    with pytest.raises(CheckpointFormatError, match=r"modules\.json lists no modules"):
+        LLM(folder, device="cpu")
+
+
 def test_expansion_on_the_left_or_longer_than_the_model_takes_is_an_error() -> None:
     folder = copy_of(FIXTURES / "pylate")
     edit_json(folder / "tokenizer_config.json", lambda c: c.update(padding_side="left"))
