@@ -169,6 +169,7 @@ _SEQUENCE: dict[str, tuple[HeadLayer, ...]] = {
     "xmod": _DENSE,
     "yoso": _BY_HIDDEN_ACT,
     "modernbert": (*_MODERN, HeadLayer(tensor="head.norm", norm=True), *_chain("classifier")),
+    "modernbert-decoder": (*_MODERN, HeadLayer(tensor="head.norm", norm=True), *_chain("classifier", bias=None)),
     "mpnet": _DENSE,
     "roberta": _DENSE,
     "xlm-roberta": _DENSE,
@@ -178,6 +179,7 @@ _SEQUENCE_POOLING: dict[str, PoolingType | dict[str, PoolingType]] = {
     "ctrl": PoolingType.LAST_NOT_PAD,
     "eurobert": {"bos": PoolingType.CLS, "mean": PoolingType.MEAN},
     "modernbert": {"cls": PoolingType.CLS, "mean": PoolingType.MEAN},
+    "modernbert-decoder": PoolingType.LAST_NOT_PAD,
     "ultrabert": {"cls": PoolingType.CLS, "mean": PoolingType.MEAN},
     "xlnet": PoolingType.LAST,
 }

@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from anypool.adapters.rerank_templates import TemplatedPrompt
 from anypool.config import EngineConfig
 from anypool.engine.engine import Engine
 from anypool.engine.preparation import PromptOptions
-from anypool.engine.prompts import Prompt, TextPair
+from anypool.engine.prompts import ImagePrompt, Prompt, TextPair
 from anypool.engine.request import Request, check_turn
 from anypool.errors import DeadlineExceededError, EngineDeadError, EngineError, OverloadedError
 from anypool.pooling.params import PoolingParams
@@ -288,7 +288,14 @@ def _size(prompts: object) -> int:
     """About how many characters there are to read."""
     if not isinstance(prompts, (list, tuple)):
         return 0  # an error, or a sequence of the caller's own
-    return sum(len(prompt) if isinstance(prompt, (str, list)) else SMALL // 64 for prompt in prompts)
+    return sum(map(_size_of, prompts))
+
+
+def _size_of(prompt: object) -> int:
+    if isinstance(prompt, (str, list)):
+        return len(prompt)
+    has_images = isinstance(prompt, ImagePrompt) or (isinstance(prompt, Mapping) and "multi_modal_data" in prompt)
+    return SMALL if has_images else SMALL // 64  # decoding an image takes long, and its prompt is short
 
 
 def _expire(call: _Call) -> None:

@@ -319,7 +319,7 @@ class LLM:
                 stacklevel=2,
             )
         else:
-            if not isinstance(pooling_task, str):
+            if isinstance(pooling_task, (list, tuple)):
                 return self._several(prompts, [parse_task(name) for name in pooling_task], pooling_params, arguments)
             task = parse_task(pooling_task)
         return self._raw(prompts, task, pooling_params, arguments)

@@ -35,12 +35,14 @@ _NATIVE: dict[str, str] = {
     "MistralModel": "mistral:MistralForCausalLM",
     "ModernBertForMaskedLM": "modernbert:ModernBertModel",
     "ModernBertModel": "modernbert:ModernBertModel",
+    "NVEmbedModel": "nv_embed:NVEmbedModel",
     "Qwen2ForCausalLM": "qwen:Qwen2ForCausalLM",
     "Qwen2Model": "qwen:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "qwen:Qwen3ForCausalLM",
     "Qwen3Model": "qwen:Qwen3ForCausalLM",
     "RobertaForMaskedLM": "xlm_roberta:RobertaModel",
     "RobertaModel": "xlm_roberta:RobertaModel",
+    "StaticEmbedding": "static:StaticModel",
     "XLMRobertaForMaskedLM": "xlm_roberta:XLMRobertaModel",
     "XLMRobertaModel": "xlm_roberta:XLMRobertaModel",
 }
@@ -54,6 +56,8 @@ _WITH_IMAGES: dict[str, str] = {
     "Siglip2Model": "two_tower:SiglipModel",
     "SiglipModel": "two_tower:SiglipModel",
 }
+# How the colpali-engine library names its classes, whose layer and words around queries transformers does not know.
+_OF_COLPALI_ENGINE = re.compile(r"(Col|Bi)(Pali|Qwen|Idefics|Gemma|ModernVBert)\w*(?<!ForRetrieval)")
 _GENERATES_FROM_IMAGES = "vision_language:VisionLanguageForConditionalGeneration"
 
 # Heads that the adapters build over the backbone of the same name.
@@ -111,12 +115,12 @@ class _Registry:
             UnsupportedArchitectureError: There is none; the message lists what is known.
         """
         architecture = config.architecture
-        if model_impl != "transformers" and config.not_native is None:
+        if model_impl != "transformers":
             for name in (architecture, *_backbone_names(architecture)):
                 own = self._own.get(name)
                 if isinstance(own, type):
                     return own
-                path = own or _native_path(name)
+                path = own or (_native_path(name) if config.not_native is None else None)
                 if path is not None:
                     return _import(name, path)
         if model_impl == "native":
@@ -125,6 +129,11 @@ class _Registry:
             raise self._unknown(architecture, "has no native class")
         if (path := _path_with_images(config)) is not None:
             return _import(architecture, f"{_MODELS}.{path}")
+        if _OF_COLPALI_ENGINE.fullmatch(architecture):
+            raise UnsupportedArchitectureError(
+                f"{architecture!r} is a class of colpali-engine, which is not supported: take a checkpoint that was "
+                f"converted for transformers, one of {', '.join(name for name in _WITH_IMAGES if 'Retrieval' in name)}"
+            )
         return self._transformers_cls(architecture, config)
 
     def _transformers_cls(self, architecture: str, config: ModelConfig) -> type[nn.Module]:

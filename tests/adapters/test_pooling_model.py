@@ -128,7 +128,9 @@ def test_a_class_made_for_scores_brings_an_empty_layer_for_them(task: str, tasks
 
 
 def test_an_unknown_task_is_refused() -> None:
-    with pytest.raises(InvalidParameterError, match="'score' is unknown; known: embed, classify, reward, token_embed"):
+    with pytest.raises(
+        InvalidParameterError, match="'score' is unknown; known: embed, classify, reward, sparse_embed, token_embed"
+    ):
         as_pooling_model(LlamaForCausalLM, "score")
 
 

@@ -38,15 +38,30 @@ def check(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             model = _save(case, Path(folder))
+        except Exception as error:
+            return {**result, "outcome": "no reference", "why": _said(error)}
+        try:
             texts, expected = _references(case, model)
         except Exception as error:
-            return {**result, "outcome": "no reference", "why": _said(error, with_place=True)}
+            refusal = _refusal(folder)
+            if refusal is not None:
+                return {**result, "outcome": "refused", "why": refusal}
+            return {**result, "outcome": "no reference", "why": _said(error)}
         try:
             return {**result, **_compare(case, folder, texts, expected)}
         except AnypoolError as error:
             return {**result, "outcome": "refused", "why": str(error).replace(folder, "MODEL")}
         except Exception as error:
-            return {**result, "outcome": "failed", "why": _said(error, with_place=True)}
+            return {**result, "outcome": "failed", "why": f"{_said(error)} ({_place(error)})"}
+
+
+def _refusal(folder: str) -> str | None:
+    """Why it does not load here; None if it does."""
+    try:
+        LLM(folder, device="cpu", use_tqdm_on_load=False, skip_tokenizer_init=True).engine.close()
+    except AnypoolError as error:
+        return str(error).replace(folder, "MODEL")
+    return None
 
 
 def _save(case: Case, folder: Path) -> Any:
@@ -95,9 +110,9 @@ def _backbone(case: Case, model: Any) -> Any:
     """The part of a model whose states are wanted: encoder, or decoder of a causal LM."""
     if model.config.is_encoder_decoder:
         return model.get_encoder()
-    if case.task == "causal_lm":
-        return model.get_decoder()
-    return model.base_model
+    module = model.base_model if model.base_model is not model else getattr(model, "model", model)
+    # A decoder that was saved by itself is wrapped once, so that its weights have the names of the whole model's.
+    return module if "input_ids" in _names(module) else getattr(module, "decoder", module)
 
 
 def _names(module: Any) -> set[str]:
@@ -164,10 +179,11 @@ def _as_parts_of_length(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.T
     return one / length, other / length
 
 
-def _said(error: BaseException, *, with_place: bool = False) -> str:
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {' '.join(lines[:2])[:300] if lines else 'no message'}"
-    if with_place:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        text += f" ({Path(frame.filename).name}:{frame.lineno})"
-    return text
+def _said(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:300] if lines else 'no message'}"
+
+
+def _place(error: BaseException) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno}"

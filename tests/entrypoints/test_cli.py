@@ -96,6 +96,7 @@ OWN_FLAGS = {
         "--body-timeout",
         "--allow-origin",
         "--trust-request-chat-template",
+        "--allow-image-urls",
         "--metrics",
         "--no-metrics",
         "--docs",
@@ -705,7 +706,8 @@ def test_info_shows_modules_prompts_and_sizes() -> None:
         "parameters": 12345,
         "batches": {"way": "padded", "rejected": ["packed batches: it takes no position_ids"]},
         "quantization": {"layers": 24, "kept_layers": ["a"], "mean_cosine": 0.99126, "min_cosine": 0.98},
-        "device": "cpu", "tasks": ["embed"], "embedding_size": 256, "trained_dimensions": [128, 256],
+        "device": "cpu", "tasks": ["embed"], "modalities": ["text", "image"], "embedding_size": 256,
+        "trained_dimensions": [128, 256],
         "attention": {
             "causal": True, "sliding_window": 512, "softcap": 50.0, "layers": {"triton": 26, "varlen": 2}
         },
@@ -728,6 +730,7 @@ def test_info_shows_modules_prompts_and_sizes() -> None:
         "C (transformers, in padded batches)",
         "packed batches: it takes no position_ids",
         "12,345",
+        "text, image",
         "int8, 24 layers, 1 kept; cosine with the unquantised model: mean 0.9913, lowest 0.9800",
         "up to 4,096 tokens, 256 prompts; longer prompts in chunks",
         "128 (from: user)",

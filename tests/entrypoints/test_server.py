@@ -251,7 +251,7 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str, str]] = {
     "message with an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages",
-        "image_url; only text",
+        "image_url is x; give {'url': 'data:image/png;base64,...'}",
     ),
     "chat_template": (
         {"messages": [{"role": "user", "content": "a"}], "chat_template": "{{ messages }}"},

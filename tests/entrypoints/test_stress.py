@@ -53,10 +53,10 @@ def test_a_poisonous_request_fails_alone(engine: Engine, monkeypatch: pytest.Mon
     run = engine._runner.run
     poison = engine.prepare(["poison"], engine.supported_tasks[0])[0].token_ids[1]
 
-    def fail(batch: Any, plans: Any) -> Any:
+    def fail(batch: Any, *more: Any) -> Any:
         if poison in batch.input_ids_T.tolist():
             raise RuntimeError("a kernel failed")
-        return run(batch, plans)
+        return run(batch, *more)
 
     monkeypatch.setattr(engine._runner, "run", fail)
 

@@ -172,3 +172,53 @@ def test_padding_in_a_group_is_bounded() -> None:
     assert [[lengths[i] for i in group] for group in found] == [[3, 5, 11], [33, 38, 40], [90], [128, 130], [512]]
     assert list(groups([5, 7, 5], Way.EQUAL_LENGTHS)) == [[0, 2], [1]]
     assert list(groups([5, 5], Way.ALONE)) == [[0], [1]]
+
+
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+MULTIMODAL: dict[str, tuple[str, Any]] = {
+    "llava": (
+        "LlavaForConditionalGeneration",
+        hf.LlavaConfig(
+            text_config=hf.LlamaConfig(**GQA), vision_config=hf.CLIPVisionConfig(**VISION, image_size=28, patch_size=14)
+        ),
+    ),
+    "qwen2_vl": (
+        "Qwen2VLForConditionalGeneration",
+        hf.Qwen2VLConfig(
+            text_config={**GQA, "rope_parameters": SECTIONS},
+            vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4},
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_text_runs_through_the_language_model_of_a_multimodal_one(name: str, tmp_path: Path) -> None:
+    model_name, config = MULTIMODAL[name]
+    torch.manual_seed(0)
+    model = getattr(hf, model_name)._from_config(config, attn_implementation="eager")
+    save_random(model, tmp_path)
+    texts = random_ids(110, (9, 30, 1, 31))
+    ours = load(tmp_path)
+    assert type(ours).__name__ == "VisionLanguageForEmbedding"
+    assert ours.way is Way.PACKED
+    batch = PackedBatch.pack(texts, device=CPU)
+    with torch.inference_mode():
+        expected = torch.cat([model.model(input_ids=torch.tensor([ids])).last_hidden_state[0] for ids in texts])
+        embeds = ours(None, batch.positions_T, batch.attn, inputs_embeds_TD=ours.embed_input_ids(batch.input_ids_T))
+    torch.testing.assert_close(run(ours, batch), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(embeds, expected, atol=1e-5, rtol=0)
+
+
+def test_a_module_that_masks_a_lone_text_otherwise_than_one_in_company_is_not_padded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save("bloom", tmp_path)
+    run_text = TransformersModel.run_text
+    monkeypatch.setattr(
+        TransformersModel, "run_text", lambda self, ids_L: run_text(self, ids_L) + (self.way is Way.PADDED)
+    )
+    model = load(tmp_path)
+    assert model.way is Way.EQUAL_LENGTHS
+    assert any("padded" in reason and "differ" in reason for reason in model.rejected)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from tests.helpers import new_folder
+from tests.helpers import edit_json, new_folder
 
 TEXT = {
     "hidden_size": 32,
@@ -138,22 +138,24 @@ def paligemma_folder() -> Path:
 
 
 @cache
-def colpali_folder() -> Path:
-    processor = _paligemma_processor(hf.ColPaliProcessor)
+def colpali_folder(side: int = 28) -> Path:
+    """ColPali, which reads a picture as a square of `side` pixels."""
+    processor = _paligemma_processor(hf.ColPaliProcessor, side)
     torch.manual_seed(4)
-    config = hf.ColPaliConfig(vlm_config=_paligemma_config(processor), embedding_dim=16)
+    config = hf.ColPaliConfig(vlm_config=_paligemma_config(processor, side), embedding_dim=16)
     return save(hf.ColPaliForRetrieval(config), processor, "colpali")
 
 
-def _paligemma_processor(cls: Any) -> Any:
-    images = SiglipImageProcessorPil(size={"height": 28, "width": 28})
-    images.image_seq_length = 4
+def _paligemma_processor(cls: Any, side: int = 28) -> Any:
+    images = SiglipImageProcessorPil(size={"height": side, "width": side})
+    images.image_seq_length = (side // VISION["patch_size"]) ** 2
     return cls(images, byte_tokenizer(("<image>",)))
 
 
-def _paligemma_config(processor: Any) -> hf.PaliGemmaConfig:
+def _paligemma_config(processor: Any, side: int = 28) -> hf.PaliGemmaConfig:
+    vision = {**VISION, "image_size": side, "model_type": "siglip_vision_model", "vision_use_head": False}
     return hf.PaliGemmaConfig(
-        vision_config={**VISION, "model_type": "siglip_vision_model", "projection_dim": 32, "vision_use_head": False},
+        vision_config={**vision, "projection_dim": 32},
         text_config={**LANGUAGE, "model_type": "gemma", "head_dim": 8, "vocab_size": len(processor.tokenizer)},
         projection_dim=32,
         image_token_id=processor.image_token_id,
@@ -269,3 +271,77 @@ def colmodernvbert_folder() -> Path:
     )
     processor = hf.ColModernVBertProcessor(_idefics_images(), tokenizer, image_seq_len=4)
     return save(hf.ColModernVBertForRetrieval(config), processor, "colmodernvbert")
+
+
+@cache
+def gemma3_folder() -> Path:
+    """Its image tokens see one another in both directions, its layers slide or not."""
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    named = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    tokenizer = byte_tokenizer(tuple(named.values()), template="<s> $A", extra_special_tokens=named)
+    ids = {
+        name.replace("token", "token_index"): tokenizer.convert_tokens_to_ids(token) for name, token in named.items()
+    }
+    torch.manual_seed(10)
+    kinds = ["sliding_attention", "full_attention"]
+    config = hf.Gemma3Config(
+        text_config={
+            **LANGUAGE,
+            "head_dim": 8,
+            "vocab_size": len(tokenizer),
+            "sliding_window": 6,
+            "layer_types": kinds,
+        },
+        vision_config={**VISION, "vision_use_head": False},
+        mm_tokens_per_image=4,
+        **ids,
+    )
+    images = Gemma3ImageProcessorPil(size={"height": 28, "width": 28}, do_pan_and_scan=False)
+    processor = hf.Gemma3Processor(images, tokenizer, image_seq_length=4)
+    return save(hf.Gemma3ForConditionalGeneration(config), processor, "gemma3")
+
+
+@cache
+def qwen3_vl_folder() -> Path:
+    """Layers of its vision tower give to layers of its language model directly."""
+    tokenizer = byte_tokenizer(QWEN_TOKENS)
+    torch.manual_seed(11)
+    config = _qwen_config(
+        tokenizer,
+        hf.Qwen3VLConfig,
+        depth=3,
+        intermediate_size=48,
+        out_hidden_size=32,
+        spatial_merge_size=2,
+        deepstack_visual_indexes=[0, 1],
+        num_position_embeddings=64,
+    )
+    config.text_config.head_dim = 8
+    folder = _save_qwen(hf.Qwen3VLForConditionalGeneration(config), tokenizer, "qwen3-vl")
+    edit_json(folder / "processor_config.json", lambda content: {**content, "processor_class": "Qwen3VLProcessor"})
+    return folder
+
+
+@cache
+def llava_next_folder() -> Path:
+    """Its images are cut into as many tiles as their shape asks for."""
+    from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+
+    tokenizer = byte_tokenizer(("<image>",), template="<s> $A")
+    torch.manual_seed(12)
+    grids = [[28, 56], [56, 28], [56, 56]]
+    config = hf.LlavaNextConfig(
+        vision_config=hf.CLIPVisionConfig(**VISION),
+        text_config=hf.LlamaConfig(**LANGUAGE, vocab_size=len(tokenizer), eos_token_id=2),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_layer=-1,
+        image_grid_pinpoints=grids,
+    )
+    images = LlavaNextImageProcessorPil(
+        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=grids
+    )
+    processor = hf.LlavaNextProcessor(
+        images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    )
+    return save(hf.LlavaNextForConditionalGeneration(config), processor, "llava-next")

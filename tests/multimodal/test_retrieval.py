@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 import transformers as hf
 
 from anypool import LLM
-from anypool.errors import InvalidPromptError, PromptTooLongError, UnsupportedTaskError
-from tests.helpers import assert_close, loaded
+from anypool.errors import InvalidPromptError, PromptTooLongError, UnsupportedArchitectureError, UnsupportedTaskError
+from anypool.pooling.tasks import PoolingTask
+from tests.helpers import assert_close, copy_of, edit_json, loaded, new_folder
 from tests.multimodal import checkpoints
 from tests.multimodal.checkpoints import picture
 
@@ -88,3 +90,30 @@ def test_a_long_query_is_cut_and_its_last_tokens_stay(retriever: Any) -> None:
     assert len(output.prompt_token_ids) == 30
     assert output.prompt_token_ids[-10:] == whole[-10:]
     assert output.num_truncated_tokens == len(whole) - 30
+
+
+@pytest.mark.parametrize("name", ["ColPali", "ColQwen2_5", "ColIdefics3", "BiQwen2"])
+def test_classes_of_colpali_engine_are_refused(name: str) -> None:
+    folder = copy_of(checkpoints.paligemma_folder())
+    edit_json(folder / "config.json", lambda config: {**config, "architectures": [name]})
+    with pytest.raises(UnsupportedArchitectureError, match="a class of colpali-engine"):
+        LLM(folder)
+
+
+def test_an_adapter_is_refused_by_its_base() -> None:
+    folder = new_folder("adapter")
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "vidore/colpaligemma-3b-pt-448-base"}')
+    with pytest.raises(UnsupportedArchitectureError, match="LoRA adapter of vidore/colpaligemma-3b-pt-448-base"):
+        LLM(folder)
+
+
+def test_threads_prepare_queries_and_pages_at_once() -> None:
+    """transformers' tokenizers raise "Already borrowed" where two threads set them."""
+    prompts = [*QUERIES, page(PAGES[0])] * 3
+    with loaded(checkpoints.colpali_folder()) as llm, ThreadPoolExecutor(4) as pool:
+
+        def prepare(_: int) -> list[list[int]]:
+            return [one.token_ids for one in llm.engine.prepare(prompts, PoolingTask.TOKEN_EMBED)]
+
+        first, *others = pool.map(prepare, range(12))
+    assert all(ids == first for ids in others)

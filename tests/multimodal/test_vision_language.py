@@ -22,7 +22,7 @@ from tests.multimodal.checkpoints import picture
 # PaliGemma's processor makes numpy arrays of tensors in an old way.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
-FAMILIES = ("idefics3", "llava", "paligemma", "qwen2_5_vl", "qwen2_vl")
+FAMILIES = ("gemma3", "idefics3", "llava", "llava_next", "paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
 PICTURES = [picture(1), picture(2, 60, 90)]
 
 

@@ -138,7 +138,10 @@ class ServedModel:
             prompts = self.render(asked)
             # Text that no template wrote has no special tokens yet.
             bare = asked.add_special_tokens is None and self.reads_bare_messages(asked)
-            options = _without_prompt(options, special_tokens=bare or options.special_tokens)
+            options = replace(
+                _without_prompt(options, special_tokens=bare or options.special_tokens),
+                is_rendered=not self.reads_bare_messages(asked),
+            )
         return self.requests(prompts, task, self.params(asked, task), options)
 
     def params(self, asked: CommonFields, task: PoolingTask | Sequence[PoolingTask]) -> PoolingParams:

@@ -26,6 +26,7 @@ from anypool.pooling.tasks import PoolingTask
 
 # Per token what is an image, and in PaliGemma's case what is no suffix; all zeros for a text.
 _TYPES = ("token_type_ids",)
+_IMAGE_TOKENS = ("image_token_id", "image_token_index", "boi_token_index")
 
 
 class VisionLanguageForConditionalGeneration(TransformersForConditionalGeneration):
@@ -54,11 +55,18 @@ class VisionLanguageForConditionalGeneration(TransformersForConditionalGeneratio
         return model
 
     @property
-    def image_token_id(self) -> int | None:
-        """The token in whose places an image stands."""
+    def image_token_ids(self) -> tuple[int, ...]:
+        """The token in whose places an image stands, and what a text has in its place where that is another."""
         [whole] = self.whole
-        found = getattr(whole.config, "image_token_id", None)
-        return found if found is not None else getattr(whole.config, "image_token_index", None)
+        found = (getattr(whole.config, name, None) for name in _IMAGE_TOKENS)
+        return tuple(token for token in found if token is not None)
+
+    @property
+    def patch_size(self) -> int | None:
+        """Side of the vision tower's patches in pixels, where they are squares of one size."""
+        [whole] = self.whole
+        size = getattr(getattr(whole.config, "vision_config", None), "patch_size", None)
+        return size if isinstance(size, int) else None
 
     def forward(
         self,
@@ -117,7 +125,7 @@ class VisionLanguageForConditionalGeneration(TransformersForConditionalGeneratio
             inputs |= {name: types.unsqueeze(0).to(device) for name, types in images.by_token.items()}
             inputs |= {name: self._on_device(tensor) for name, tensor in images.tensors.items()}
             if "mm_token_type_ids" in self._whole_accepts and "mm_token_type_ids" not in inputs:
-                inputs["mm_token_type_ids"] = ids.eq(self.image_token_id or -1).int()
+                inputs["mm_token_type_ids"] = ids.eq(self.image_token_ids[0]).int()
         self._of_prompt = images
         try:
             states_LD: torch.Tensor = whole(**inputs, use_cache=False)[0][0]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anypool.errors import CheckpointFormatError, ModelNotFoundError
+from anypool.errors import CheckpointFormatError, ModelNotFoundError, UnsupportedArchitectureError
 
 # What a hub download fetches beside the weights.
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.metadata", "*_linear.pt")
@@ -89,6 +89,13 @@ class Repository:
 
             return read_gguf_config(self.gguf)
         config = self.read_object("config.json")
+        if self.exists("adapter_config.json"):
+            base = (self.read_object("adapter_config.json") or {}).get("base_model_name_or_path")
+            what = "and not a model" if config is None else "whose files lie beside a model that is another without it"
+            raise UnsupportedArchitectureError(
+                f"{self.name} is a LoRA adapter of {base}, {what}: merge it into that with peft and save the "
+                "result, or take a checkpoint in which it is merged (vidore's have -hf in their name)"
+            )
         if config is None:
             raise ModelNotFoundError(f"{self.name}: the folder {self.folder} has no config.json")
         return config

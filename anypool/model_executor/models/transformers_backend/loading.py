@@ -140,7 +140,11 @@ def _hf_config(config: ModelConfig, repository: Repository) -> Any:
     if config.trust_remote_code and "auto_map" in config.raw:
         return AutoConfig.from_pretrained(repository.folder, trust_remote_code=True)
     whole = AutoConfig.for_model(**config.raw)
-    is_all = whole.is_encoder_decoder or config.architecture.endswith("ForConditionalGeneration")
+    is_all = (
+        whole.is_encoder_decoder
+        or _is_encoder_decoder_by_default(whole)
+        or config.architecture.endswith("ForConditionalGeneration")
+    )
     return whole if is_all else whole.get_text_config()
 
 
@@ -152,7 +156,7 @@ def _sources(config: ModelConfig, hf_config: Any) -> list[Source]:
     own = getattr(transformers, config.architecture, None)
     if own is not None and not config.architecture.endswith("Classification"):
         is_decoder = not hf_config.is_encoder_decoder and config.architecture.endswith("ForCausalLM")
-        part = methodcaller("get_decoder") if is_decoder else attrgetter("base_model")
+        part = _decoder if is_decoder else attrgetter("base_model")
         found.append(Source(own, methodcaller("get_encoder") if hf_config.is_encoder_decoder else part))
     return found
 
@@ -170,7 +174,7 @@ def _source(config: ModelConfig, hf_config: Any) -> Source:
     else:
         by_lm = config.architecture.endswith("ForCausalLM") and (is_half or model_type not in MODEL_MAPPING_NAMES)
     if by_lm:
-        return Source(AutoModelForCausalLM, methodcaller("get_decoder"))
+        return Source(AutoModelForCausalLM, _decoder)
     if is_half and str(MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.get(model_type, "")).endswith("EncoderModel"):
         return Source(AutoModelForTextEncoding, _all)
     return Source(AutoModel, methodcaller("get_encoder") if is_half else _all)
@@ -178,6 +182,14 @@ def _source(config: ModelConfig, hf_config: Any) -> Source:
 
 def _all(whole: Any) -> Any:
     return whole
+
+
+def _decoder(whole: Any) -> Any:
+    """A causal LM without its head. What is called its decoder may be the head."""
+    from transformers import PreTrainedModel
+
+    parts = (whole.get_decoder(), whole.base_model, getattr(whole, "model", None))
+    return next(part for part in parts if isinstance(part, PreTrainedModel) and part is not whole)
 
 
 def _is_encoder_decoder_by_default(hf_config: Any) -> bool:
