@@ -150,7 +150,7 @@ def read_recipe(repository: Repository) -> Recipe:
     """
     model = repository.read_object("config_sentence_transformers.json") or {}
     kind = model.get("model_type") or _EMBEDDER
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise UnsupportedArchitectureError(
             f"{repository.name}: config_sentence_transformers.json has model_type {kind!r}; "
             f"supported: {', '.join(map(repr, _KINDS))}"
@@ -164,7 +164,7 @@ def read_recipe(repository: Repository) -> Recipe:
     common: dict[str, Any] = {
         "prompts": prompts,
         "default_prompt_name": default_prompt_name,
-        "truncate_dim": model.get("truncate_dim"),
+        "truncate_dim": read_truncate_dim(repository, model),
         "similarity_fn_name": model.get("similarity_fn_name"),
         "is_cross_encoder": kind == _CROSS_ENCODER,
         "max_active_dims": read_max_active_dims(repository, model),
@@ -291,7 +291,7 @@ def _two_tower(repository: Repository, modules: list[tuple[str, str]], common: M
         )
     name, config = transformer_config(repository, modules[0][1])
     processing = config.get("processing_kwargs") or {}
-    text = processing.get("text") or {}
+    text: Mapping[str, Any] = processing.get("text") or {}
     others = [key for key, value in processing.items() if key != "text" and value]
     # How texts are padded changes nothing in CLIP, and SigLIP's are always padded to their full length.
     if unknown := sorted({*others, *(key for key in text if key not in ("max_length", "padding", "truncation"))}):
@@ -302,7 +302,9 @@ def _two_tower(repository: Repository, modules: list[tuple[str, str]], common: M
     return Recipe(
         backbone=modules[0][1],
         normalize=bool(kinds),
-        max_seq_length=_max_seq_length(repository, name, text.get("max_length", config.get("max_seq_length"))),
+        max_seq_length=_positive(
+            repository, name, {**config, **text}, "max_length" if "max_length" in text else "max_seq_length"
+        ),
         do_lower_case=bool(config.get("do_lower_case", False)),
         **common,
     )
@@ -387,6 +389,11 @@ def read_prompts(repository: Repository, model: Mapping[str, Any]) -> tuple[dict
     return prompts, default
 
 
+def read_truncate_dim(repository: Repository, model: Mapping[str, Any]) -> int | None:
+    """How many dimensions config_sentence_transformers.json says are kept; None where it says nothing."""
+    return _positive(repository, "config_sentence_transformers.json", model, "truncate_dim")
+
+
 def read_modules(repository: Repository, listed: Any) -> list[tuple[str, str]]:
     """(type, path) of every module, in the order of the list: that is the order in which they run."""
     modules = []
@@ -410,7 +417,12 @@ def transformer_config(repository: Repository, path: str) -> tuple[str, dict[str
     """The name of the file with the transformer's settings, and what it holds; empty where there is none."""
     where = f"{path}/" if path else ""
     found = ((name, repository.read_object(where + name)) for name in _TRANSFORMER_CONFIGS)
-    return next(((name, config) for name, config in found if config), ("", {}))
+    name, config = next(((name, config) for name, config in found if config), ("", {}))
+    for key in ("modality_config", "processing_kwargs"):
+        given = config.get(key) or {}
+        if not isinstance(given, dict) or not all(one is None or isinstance(one, dict) for one in given.values()):
+            raise CheckpointFormatError(f"{repository.name}: {name} has {key} {given!r:.80}, not objects by name")
+    return name, config
 
 
 def transformer_settings(repository: Repository, path: str, kind: str) -> dict[str, Any]:
@@ -433,7 +445,7 @@ def transformer_settings(repository: Repository, path: str, kind: str) -> dict[s
             raise UnsupportedArchitectureError(
                 f"{repository.name}: {name} has {key} {value!r}; supported: {', '.join(map(repr, supported)) or 'none'}"
             )
-    length = _max_seq_length(repository, name, config.get("max_seq_length"))
+    length = _positive(repository, name, config, "max_seq_length")
     settings: dict[str, Any] = {"max_seq_length": length, "do_lower_case": bool(config.get("do_lower_case", False))}
     if "message" in modalities:
         settings["message_format"] = modalities["message"].get("format", "structured")
@@ -441,11 +453,11 @@ def transformer_settings(repository: Repository, path: str, kind: str) -> dict[s
     return settings
 
 
-def _max_seq_length(repository: Repository, name: str, length: Any) -> int | None:
-    if length is not None and not (is_int(length) and length > 0):
-        raise CheckpointFormatError(f"{repository.name}: {name} has max_seq_length {length!r}, not a positive integer")
-    found: int | None = length
-    return found
+def _positive(repository: Repository, name: str, config: Mapping[str, Any], key: str) -> int | None:
+    number: int | None = config.get(key)
+    if number is not None and not (is_int(number) and number > 0):
+        raise CheckpointFormatError(f"{repository.name}: {name} has {key} {number!r}, not a positive integer")
+    return number
 
 
 def _pooling(repository: Repository, path: str) -> tuple[tuple[PoolingType, ...], bool]:
