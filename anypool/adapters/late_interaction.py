@@ -27,7 +27,7 @@ from anypool.adapters.sentence_transformers import (
     transformer_settings,
 )
 from anypool.config import is_int, is_int_list
-from anypool.errors import CheckpointFormatError, WeightsError
+from anypool.errors import CheckpointFormatError, UnsupportedArchitectureError, WeightsError
 from anypool.model_executor.weights.checkpoint import Checkpoint
 from anypool.model_executor.weights.loading import fill
 from anypool.model_executor.weights.repository import Repository
@@ -219,7 +219,7 @@ def _multi_vector_encoder(repository: Repository, settings: Mapping[str, Any]) -
     expansion = _saved_expansion(repository, where, transformer.get("query_expansion"))
     if expansion is not None and not expansion.attended and not has_mask:
         expansion = None  # nobody attends to it, and nothing says that it has vectors
-    words, tasks = tuple(mask.get("skiplist_words") or ()), mask.get("skiplist_tasks") or ["document"]
+    words, tasks = tuple(mask.get("skiplist_words") or ()), _tasks(mask, "skiplist_tasks")
     only = mask.get("keep_only_token_ids") or None
     if only is not None and not is_int_list(only):
         raise CheckpointFormatError(f"{repository.name}: MultiVectorMask has keep_only_token_ids {only!r}, not ids")
@@ -248,6 +248,11 @@ def _multi_vector_encoder(repository: Repository, settings: Mapping[str, Any]) -
         similarity=similarity,
     )
     own = transformer_settings(repository, backbone, "MultiVectorEncoder")
+    if "message_format" in own:
+        raise UnsupportedArchitectureError(
+            f"{repository.name}: {where} puts texts into a chat template, which is not supported for token vectors: "
+            "take the entry 'message' out of its modality_config where the model was trained on plain texts"
+        )
     return _recipe(repository, backbone, settings, recipe, normalize=normalize, **own)
 
 
@@ -264,15 +269,26 @@ def _saved_expansion(repository: Repository, where: str, given: Any) -> Expansio
     )
 
 
+def _tasks(config: Mapping[str, Any], key: str) -> list[str]:
+    """The sides that a module is about: documents where its file says nothing, and none where it lists none."""
+    given = config.get(key)
+    if given is None:
+        return ["document"]
+    return [given] if isinstance(given, str) else list(given)
+
+
 def _saved_pooling(repository: Repository, path: str) -> TokenPooling | None:
     config = repository.read_object(f"{path}/config.json") or {}
     factor, protected = config.get("pool_factor", 1.0), config.get("num_protected_tokens", 1)
-    tasks = config.get("tasks") or ["document"]
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor < 1 or not is_int(protected):
+    tasks = _tasks(config, "tasks")
+    is_factor = isinstance(factor, (int, float)) and not isinstance(factor, bool) and factor >= 1
+    if not is_factor or not is_int(protected) or protected < 0:
         raise CheckpointFormatError(
             f"{repository.name}: {path}/config.json has pool_factor {factor!r} and num_protected_tokens {protected!r}"
         )
-    if list(tasks) != ["document"]:
+    if not tasks:
+        return None
+    if tasks != ["document"]:
         raise CheckpointFormatError(
             f"{repository.name}: {path}/config.json pools tokens of {tasks!r}; only documents are supported"
         )

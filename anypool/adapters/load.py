@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from anypool.adapters.bge_m3 import find_bge_m3
+from anypool.adapters.dense_choice import choose_dense, dense_folders
 from anypool.adapters.heads import Head, find_head
 from anypool.adapters.late_interaction import build_token_head, read_late_interaction
+from anypool.adapters.layer_weights import mix_layers
 from anypool.adapters.lm_head_rows import head_from_config, manifest_head, rows_head
 from anypool.adapters.multi_vector import MultiVector, Vocabulary, serve_token_vectors, token_vector_defaults
 from anypool.adapters.pooling_model import as_pooling_model, score_poolers
@@ -27,7 +29,7 @@ from anypool.adapters.rerank_templates import (
     own_template,
     read_template,
 )
-from anypool.adapters.sentence_transformers import Recipe, build_head, read_recipe, score_head
+from anypool.adapters.sentence_transformers import Recipe, build_head, read_recipe, recipe_of_family, score_head
 from anypool.adapters.settings import Setting, pooling_defaults, resolve_settings
 from anypool.adapters.sparse import Backing, SparseHead, find_sparse_head
 from anypool.config import EngineConfig, PoolerConfig
@@ -35,6 +37,7 @@ from anypool.errors import CheckpointFormatError, ConfigError
 from anypool.model_executor.layers.packing import pack_linears
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import is_pooling_model, load_backbone
+from anypool.model_executor.models.static import table_size
 from anypool.model_executor.registry import ModelRegistry
 from anypool.model_executor.weights.checkpoint import Checkpoint, open_checkpoint
 from anypool.model_executor.weights.loading import construct
@@ -108,7 +111,17 @@ def open_model(engine: EngineConfig) -> OpenedModel:
     overrides = engine.hf_overrides
     if recipe.multi_vector is not None and recipe.multi_vector.projection is not None:
         overrides = {"architectures": [], **(overrides or {})}  # the one there is stands for any backbone
-    config = ModelConfig.from_pretrained(backbone, overrides=overrides, trust_remote_code=engine.trust_remote_code)
+    if recipe.static is not None:
+        config = ModelConfig.of_table(repository.name, table_size(backbone), overrides=overrides)
+    else:
+        config = ModelConfig.from_pretrained(backbone, overrides=overrides, trust_remote_code=engine.trust_remote_code)
+    if config.family is not None:
+        recipe = recipe_of_family(recipe, config.family)
+    folders = dense_folders(repository, recipe)
+    if folders:
+        config = config.replace(is_matryoshka=False)
+        asked = None if engine.pooler_config is None else engine.pooler_config.dimensions
+        recipe = recipe if asked is None else choose_dense(repository, recipe, folders, asked)
     return OpenedModel(repository=repository, backbone=backbone, config=config, recipe=recipe)
 
 
@@ -191,6 +204,8 @@ def load_pooling_model(
             model, checkpoint, name=config.name, device=device, dtype=dtype, claimed=claimed, progress=progress
         )
     pack_linears(model, leave=_heads(model))
+    if recipe.layer_weights is not None:
+        mix_layers(model, config, opened.repository, recipe.layer_weights, device)
     if own_pooler:
         size = getattr(model, "embedding_size", config.hidden_size)
     elif multi_vector is not None:
@@ -314,7 +329,7 @@ def _rerank_template(
     if head is None or head.recipe.token_level:
         return None
     recipe, backbone = opened.recipe, opened.backbone
-    if recipe.message_format is not None:
+    if recipe.message_format is not None and recipe.is_cross_encoder:
         in_parts = recipe.message_format == "structured"
         stated = own_template(backbone, in_parts=in_parts, variables=recipe.template_variables)
         if stated is None:

@@ -112,6 +112,11 @@ class Side:
     expansion_id: int = 0
     kept: KeptTokens = field(default_factory=KeptTokens)
 
+    @property
+    def stated_length(self) -> int | None:
+        """Where the checkpoint cuts texts; None where it leaves that open."""
+        return self.expansion.length if self.expansion is not None and self.expansion.cuts else self.length
+
     def limit(self, asked: int | None, most: int) -> int | None:
         """Where a text is cut, its marker included; None where the checkpoint leaves that open.
 
@@ -170,6 +175,11 @@ class MultiVector:
         sides = (_side(one, recipe, vocabulary, name=name) for one in (recipe.queries, recipe.documents))
         queries, documents = sides
         return cls(recipe=recipe, queries=queries, documents=documents)
+
+    @property
+    def lengths(self) -> tuple[int | None, int | None]:
+        """Where the checkpoint cuts queries, and where documents; None where it leaves that open."""
+        return self.queries.stated_length, self.documents.stated_length
 
     def side(self, *, is_query: bool) -> Side:
         return self.queries if is_query else self.documents

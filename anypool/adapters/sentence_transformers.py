@@ -14,12 +14,15 @@ from typing import Any
 from torch import nn
 
 from anypool.adapters.heads import Head, HeadRecipe
+from anypool.adapters.layer_weights import LayerWeights, read_layer_weights
 from anypool.adapters.lm_head_rows import rows_head
 from anypool.adapters.multi_vector import MultiVectorRecipe
 from anypool.adapters.router import ROUTERS, RouterRecipe, read_router
 from anypool.adapters.sparse_recipe import SparseRecipe, read_auto_encoder, read_max_active_dims, read_splade
+from anypool.adapters.static import StaticRecipe, read_model2vec, read_static
 from anypool.config import is_int
 from anypool.errors import CheckpointFormatError, UnsupportedArchitectureError
+from anypool.model_executor.families import Family, SkipRule
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.weights.checkpoint import Checkpoint, open_checkpoint
 from anypool.model_executor.weights.loading import load_module
@@ -91,6 +94,7 @@ class Recipe:
         backbone: Folder of the transformer inside the checkpoint.
         types: Pooling types; None where no file says.
         include_prompt: Whether tokens of a prompt take part in pooling.
+        skip_rule: How many leading tokens a prompt that is not pooled takes.
         modules: (type, path, config) of what follows pooling, the closing Normalize left out.
         normalize: Whether vectors are normalised at the end; None where no file says.
         prompts: Text put before an input, by name.
@@ -102,18 +106,21 @@ class Recipe:
         score_activation: Dotted path of the activation that a CrossEncoder was saved with.
         answer_ids: Tokens whose logits give a CrossEncoder's score: false and true, or true alone.
         score_modules: (type, path, config) of what turns a CrossEncoder's pooled row into scores.
-        message_format: "flat" or "structured" where a CrossEncoder's pairs go through its chat template.
-        template_variables: What that template sees beside the pair.
+        message_format: "flat" or "structured" where texts, or a CrossEncoder's pairs, go through the chat template.
+        template_variables: What that template sees beside them.
         router: Which way queries and documents go, where they go different ones.
         sparse: What makes sparse vectors of a SparseEncoder.
         max_active_dims: How many of their weights are kept; None for all, or for what `sparse` says.
         multi_vector: How token vectors are made, where the checkpoint is about these.
+        static: How texts are read where the backbone is a table of token vectors.
+        layer_weights: Whose hidden states are pooled, where these are not the last layer's alone.
     """
 
     is_cross_encoder: bool = False
     backbone: str = ""
     types: tuple[PoolingType, ...] | None = None
     include_prompt: bool = True
+    skip_rule: SkipRule = "prompt"
     modules: tuple[tuple[str, str, Mapping[str, Any]], ...] = ()
     normalize: bool | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -131,6 +138,8 @@ class Recipe:
     sparse: SparseRecipe | None = None
     max_active_dims: int | None = None
     multi_vector: MultiVectorRecipe | None = None
+    static: StaticRecipe | None = None
+    layer_weights: LayerWeights | None = None
 
 
 def read_recipe(repository: Repository) -> Recipe:
@@ -163,16 +172,36 @@ def read_recipe(repository: Repository) -> Recipe:
     }
     listed = repository.read_json("modules.json")
     if listed is None:
+        static = read_model2vec(repository)
+        if static is not None:
+            return Recipe(types=(PoolingType.MEAN,), static=static, **{**common, **static.settings})
         return Recipe(**common, **transformer_settings(repository, "", kind))
     modules = read_modules(repository, listed)
     if kind == _CROSS_ENCODER:
         return _cross_encoder(repository, modules, common)
+    if kind == _EMBEDDER and modules and modules[0][0] == "StaticEmbedding":
+        return _static(repository, modules, common)
     if modules and _is_two_tower(repository, modules[0]):
         return _two_tower(repository, modules, common)
     place = next((index for index, (name, _) in enumerate(modules) if name in ROUTERS), None)
     if place is not None:
         return _routed(repository, modules, place, kind, common)
     return _embedder(repository, modules, kind, common)
+
+
+def recipe_of_family(recipe: Recipe, family: Family) -> Recipe:
+    """What a family does where its files say nothing. Files that say how to pool are taken at their word."""
+    if recipe.types is not None or family.types is None:
+        return recipe
+    return replace(
+        recipe,
+        types=family.types,
+        include_prompt=family.include_prompt,
+        skip_rule=family.skip_rule,
+        normalize=family.normalize,
+        prompts={**recipe.prompts, **family.prompts},
+        default_prompt_name=recipe.default_prompt_name or family.default_prompt_name,
+    )
 
 
 def _routed(
@@ -201,6 +230,10 @@ def _embedder(repository: Repository, modules: list[tuple[str, str]], kind: str,
     """A transformer, and what makes dense or sparse vectors of its states."""
     if modules[1:2] and modules[1][0] == "SpladePooling":
         return _splade(repository, modules, common)
+    layer_weights = None
+    if [kind for kind, _ in modules[:3]] == ["Transformer", "WeightedLayerPooling", "Pooling"]:
+        layer_weights = read_layer_weights(repository, modules[1][1])
+        modules = [modules[0], *modules[2:]]
     if len(modules) < 2 or [kind for kind, _ in modules[:2]] != ["Transformer", "Pooling"]:
         names = ", ".join(kind for kind, _ in modules)
         raise CheckpointFormatError(
@@ -220,8 +253,23 @@ def _embedder(repository: Repository, modules: list[tuple[str, str]], kind: str,
         modules=tuple(tail[:-1] if normalize else tail),
         normalize=normalize,
         sparse=sparse,
+        layer_weights=layer_weights,
         **common,
         **transformer_settings(repository, modules[0][1], kind),
+    )
+
+
+def _static(repository: Repository, modules: list[tuple[str, str]], common: Mapping[str, Any]) -> Recipe:
+    """A table of token vectors, whose mean is taken, and what follows."""
+    static = read_static(repository.subfolder(modules[0][1]))
+    tail = _tail(repository, modules[1:])
+    normalize = bool(tail) and tail[-1][0] == "Normalize"
+    return Recipe(
+        backbone=modules[0][1],
+        types=(PoolingType.MEAN,),
+        modules=tuple(tail[:-1] if normalize else tail),
+        static=static,
+        **{**common, **static.settings, "normalize": normalize},
     )
 
 
@@ -241,8 +289,23 @@ def _two_tower(repository: Repository, modules: list[tuple[str, str]], common: M
             f"{repository.name}: modules.json lists {', '.join(kinds)} after a model of texts and images; "
             "only Normalize is supported there"
         )
-    config = transformer_config(repository, modules[0][1])[1]
-    return Recipe(backbone=modules[0][1], normalize=bool(kinds), max_seq_length=config.get("max_seq_length"), **common)
+    name, config = transformer_config(repository, modules[0][1])
+    processing = config.get("processing_kwargs") or {}
+    text = processing.get("text") or {}
+    others = [key for key, value in processing.items() if key != "text" and value]
+    # How texts are padded changes nothing in CLIP, and SigLIP's are always padded to their full length.
+    if unknown := sorted({*others, *(key for key in text if key not in ("max_length", "padding", "truncation"))}):
+        raise UnsupportedArchitectureError(
+            f"{repository.name}: {name} has processing_kwargs for {', '.join(unknown)}; supported for a model of texts "
+            "and images are max_length, padding and truncation of texts"
+        )
+    return Recipe(
+        backbone=modules[0][1],
+        normalize=bool(kinds),
+        max_seq_length=_max_seq_length(repository, name, text.get("max_length", config.get("max_seq_length"))),
+        do_lower_case=bool(config.get("do_lower_case", False)),
+        **common,
+    )
 
 
 def _splade(repository: Repository, modules: list[tuple[str, str]], common: Mapping[str, Any]) -> Recipe:
@@ -336,6 +399,10 @@ def read_modules(repository: Repository, listed: Any) -> list[tuple[str, str]]:
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
             raise CheckpointFormatError(f"{repository.name}: modules.json names {path!r}, outside the checkpoint")
         modules.append((kind.rsplit(".", 1)[-1], path))
+    if not modules:
+        raise CheckpointFormatError(
+            f"{repository.name}: modules.json lists no modules; a Transformer followed by a Pooling is supported"
+        )
     return modules
 
 
@@ -354,7 +421,7 @@ def transformer_settings(repository: Repository, path: str, kind: str) -> dict[s
     known = _KINDS.get(kind, _KINDS[_EMBEDDER])
     output, text_output = _TASKS.get(task, (None, None))
     processing = config.get("processing_kwargs") or {}
-    template = processing.get("chat_template") if kind == _CROSS_ENCODER else None
+    template = processing.get("chat_template") if "message" in modalities or kind == _CROSS_ENCODER else None
     for key, value, supported in (
         ("transformer_task", config.get("transformer_task"), known),
         ("module_output_name", config.get("module_output_name"), (output,)),
@@ -366,14 +433,19 @@ def transformer_settings(repository: Repository, path: str, kind: str) -> dict[s
             raise UnsupportedArchitectureError(
                 f"{repository.name}: {name} has {key} {value!r}; supported: {', '.join(map(repr, supported)) or 'none'}"
             )
-    length = config.get("max_seq_length")
-    if length is not None and not (is_int(length) and length > 0):
-        raise CheckpointFormatError(f"{repository.name}: {name} has max_seq_length {length!r}, not a positive integer")
-    settings = {"max_seq_length": length, "do_lower_case": bool(config.get("do_lower_case", False))}
-    if kind == _CROSS_ENCODER and "message" in modalities:
+    length = _max_seq_length(repository, name, config.get("max_seq_length"))
+    settings: dict[str, Any] = {"max_seq_length": length, "do_lower_case": bool(config.get("do_lower_case", False))}
+    if "message" in modalities:
         settings["message_format"] = modalities["message"].get("format", "structured")
         settings["template_variables"] = template or {}
     return settings
+
+
+def _max_seq_length(repository: Repository, name: str, length: Any) -> int | None:
+    if length is not None and not (is_int(length) and length > 0):
+        raise CheckpointFormatError(f"{repository.name}: {name} has max_seq_length {length!r}, not a positive integer")
+    found: int | None = length
+    return found
 
 
 def _pooling(repository: Repository, path: str) -> tuple[tuple[PoolingType, ...], bool]:

@@ -177,6 +177,7 @@ def pooling_defaults(
         logit_mean=user.logit_mean or 0.0,
         logit_sigma=user.logit_sigma or 1.0,
         sparse=sparse,
+        norms_before_cut=config.family is not None and config.family.norms_before_cut,
     )
 
 

@@ -55,12 +55,17 @@ class ImagePrompts:
 
     def texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of texts without images, for models that own their texts."""
-        processor, length = self.processor(), self._loaded.config.max_positions
+        processor = self.processor()
         if self._input == "page":
             with self._lock:
                 batch = processor.process_queries(text=list(texts), return_tensors="pt")
             masks = batch["attention_mask"].bool()
             return [row[mask].tolist() for row, mask in zip(batch["input_ids"], masks, strict=True)]
+        recipe, length = self._loaded.recipe, self._loaded.config.max_positions
+        if recipe.max_seq_length is not None:
+            length = min(length, recipe.max_seq_length)
+        if recipe.do_lower_case:
+            texts = [text.lower() for text in texts]
         with self._lock:
             batch = processor.tokenizer(list(texts), padding="max_length", max_length=length)
         rows: list[list[int]] = batch["input_ids"]
@@ -110,6 +115,10 @@ class ImagePrompts:
                 "smaller images, or less text; a prompt with images is not cut"
             )
         return ids, inputs
+
+    def has_placeholder(self, text: str) -> bool:
+        """Whether a text says where an image stands."""
+        return self._input == "inline" and str(self.processor().image_token) in text
 
     def refuse_image_tokens(self, ids: Sequence[int], index: int) -> None:
         """Refuses a prompt that has image tokens and no images: its vector would be one of nothing."""

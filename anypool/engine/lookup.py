@@ -50,7 +50,13 @@ class Lookup:
         )
 
     def requests(
-        self, prompts: Sequence[str | list[int]], plans: Sequence[PoolingPlan], names: Sequence[str], limit: int | None
+        self,
+        prompts: Sequence[str | list[int]],
+        plans: Sequence[PoolingPlan],
+        names: Sequence[str],
+        limit: int | None,
+        *,
+        side: str | None,
     ) -> list[Request]:
         """Requests that have their answers already.
 
@@ -59,13 +65,14 @@ class Lookup:
             plans: One per prompt.
             names: Of the requests.
             limit: Tokens after which a text is cut, beside the tokenizer's own limit.
+            side: "right" or "left": which end is cut; None for the tokenizer's own.
         """
         encoded = iter(self.tokenizer.encode([one for one in prompts if isinstance(one, str)], special_tokens=False))
         limits = [one for one in (limit, self.tokenizer.max_length) if one is not None]
         made = []
         for index, (prompt, plan, name) in enumerate(zip(prompts, plans, names, strict=True)):
             ids = next(encoded) if isinstance(prompt, str) else prompt
-            kept = truncate(ids, min(limits), side="right") if limits else ids
+            kept = truncate(ids, min(limits), side=side or self.tokenizer.truncation_side) if limits else ids
             for token in kept:
                 if not 0 <= token < len(self.table_V):
                     raise InvalidPromptError(

@@ -46,9 +46,15 @@ def _load_tokenizer(config: EngineConfig, opened: OpenedModel) -> Tokenizer | No
         if repository.gguf is None and not any(map(repository.exists, _TOKENIZER_FILES)):
             logger.warning("%s has no tokenizer: prompts must be token ids", opened.config.name)
             return None
-    return Tokenizer.load(
+    static = opened.recipe.static
+    if static is not None:
+        return Tokenizer.load_bare(repository, drops_unknown=static.drops_unknown)
+    tokenizer = Tokenizer.load(
         repository, do_lower_case=opened.recipe.do_lower_case, trust_remote_code=config.trust_remote_code
     )
+    if opened.config.family is not None and opened.config.family.adds_eos:
+        tokenizer.end_with(tokenizer.named_tokens.get("eos_token", "</s>"))
+    return tokenizer
 
 
 def resolve(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer | None) -> EngineConfig:
@@ -131,7 +137,11 @@ def plan_gpu_memory(config: EngineConfig, loaded: LoadedModel, cache: KVCache | 
 
 
 def _max_model_len(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer | None) -> int:
-    """The user's limit, else the recipe's, else the tokenizer's; never more than the position embeddings allow."""
+    """The user's limit, else the checkpoint's; never more than the position embeddings allow.
+
+    The lengths of queries and documents that a multi-vector checkpoint states win over that of its tokenizer: PyLate
+    leaves there one token less, or whatever the last text was cut to.
+    """
     most = loaded.config.max_positions
     if config.max_model_len is not None:
         if config.max_model_len > most:
@@ -142,4 +152,7 @@ def _max_model_len(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokeniz
     stated = loaded.recipe.max_seq_length
     if stated is None and tokenizer is not None:
         stated = tokenizer.max_length
+    if loaded.multi_vector is not None and stated is not None:
+        lengths = loaded.multi_vector.lengths
+        stated = most if None not in lengths else max(stated, *(length or 0 for length in lengths))
     return most if stated is None else min(stated, most)

@@ -7,6 +7,7 @@ after it, so a text always ends as the model expects.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,6 +68,7 @@ class Tokenizer:
         named_tokens: Texts of special tokens by name, such as `bos_token`, for chat templates.
         has_segments: Whether its models are given segment ids.
         padding_side: "right" or "left": where others pad, which says where a query is expanded.
+        dropped_id: A token that is left out of every text, such as the unknown one.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Tokenizer:
         named_tokens: Mapping[str, str] | None = None,
         has_segments: bool = True,
         padding_side: str = "right",
+        dropped_id: int | None = None,
     ) -> None:
         self._backend = backend
         self.max_length = max_length
@@ -85,6 +88,7 @@ class Tokenizer:
         self.named_tokens = named_tokens or {}
         self.has_segments = has_segments
         self.padding_side = padding_side
+        self.dropped_id = dropped_id
         backend.no_truncation()
         backend.no_padding()
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
@@ -98,14 +102,8 @@ class Tokenizer:
             CheckpointFormatError: There is none, or it cannot be read.
         """
         config = repository.read_object("tokenizer_config.json") or {}
-        path = repository.folder / "tokenizer.json"
-        if repository.gguf is None and path.is_file():
-            from tokenizers import Tokenizer as Backend
-
-            try:
-                backend = Backend.from_file(str(path))
-            except Exception as error:  # the library raises a bare Exception for whatever it cannot parse
-                raise CheckpointFormatError(f"{repository.name}: tokenizer.json cannot be read: {error}") from error
+        if repository.gguf is None and repository.exists("tokenizer.json"):
+            backend = _read_backend(repository)
             _apply_settings(backend, config)
         else:
             backend = _through_transformers(repository, trust_remote_code)
@@ -125,10 +123,40 @@ class Tokenizer:
             padding_side=config.get("padding_side", "right"),
         )
 
+    @classmethod
+    def load_bare(cls, repository: Repository, *, drops_unknown: bool) -> Tokenizer:
+        """Loads tokenizer.json alone, without the special tokens that it puts around a text.
+
+        Args:
+            repository: The folder with the file.
+            drops_unknown: Whether unknown tokens are left out of texts.
+
+        Raises:
+            CheckpointFormatError: There is none, or it cannot be read.
+        """
+        backend = _read_backend(repository)
+        backend.post_processor = None
+        return cls(backend, dropped_id=_unknown_id(backend) if drops_unknown else None)
+
+    def end_with(self, token: str) -> None:
+        """Puts one more special token after each text; a text that is cut keeps it."""
+        from tokenizers.processors import TemplateProcessing
+
+        before, after = ([str(self._backend.id_to_token(i)) for i in ids] for ids in (self.prefix_ids, self.suffix_ids))
+        around = [*before, *after, token]
+        self._backend.post_processor = TemplateProcessing(
+            single=[*before, "$A", *after, token],
+            pair=[*before, "$A", "$B", *after, token],
+            special_tokens=[(name, self.token_id(name)) for name in dict.fromkeys(around)],
+        )
+        self.prefix_ids, self.suffix_ids = self._surroundings()
+
     def encode(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each text, uncut, with the special tokens around it unless they are switched off."""
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
-        return [encoding.ids for encoding in encodings]
+        if self.dropped_id is None:
+            return [encoding.ids for encoding in encodings]
+        return [[i for i in encoding.ids if i != self.dropped_id] for encoding in encodings]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids."""
@@ -141,6 +169,7 @@ class Tokenizer:
         return [
             Token(id=i, text=token, is_special=i in self.special_ids, start=start, stop=stop)
             for i, token, (start, stop) in zip(encoding.ids, encoding.tokens, encoding.offsets, strict=True)
+            if i != self.dropped_id
         ]
 
     def shorten(self, text: str, limit: int, *, side: str = "right") -> tuple[str, int]:
@@ -202,8 +231,8 @@ class Tokenizer:
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """Start and end in characters of each token of a text; (0, 0) for the special tokens around it."""
-        offsets: list[tuple[int, int]] = self._backend.encode(text, add_special_tokens=True).offsets
-        return offsets
+        encoding = self._backend.encode(text, add_special_tokens=True)
+        return [place for i, place in zip(encoding.ids, encoding.offsets, strict=True) if i != self.dropped_id]
 
     def tokens_before(self, text: str, position: int) -> int:
         """How many tokens of a text, which is given without special tokens, end at or before a character."""
@@ -315,6 +344,25 @@ def kept_positions(
     end = len(ids) - after
     body = range(before, before + room) if side == "right" else range(end - room, end)
     return [*range(before), *body, *range(end, len(ids))]
+
+
+def _read_backend(repository: Repository) -> Any:
+    """tokenizer.json as it is."""
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        return Backend.from_file(str(repository.folder / "tokenizer.json"))
+    except Exception as error:  # the library raises a bare Exception for whatever it cannot parse
+        raise CheckpointFormatError(f"{repository.name}: tokenizer.json cannot be read: {error}") from error
+
+
+def _unknown_id(backend: Any) -> int | None:
+    """The id of the unknown token; None where the vocabulary has none."""
+    model = json.loads(backend.to_str())["model"]
+    if "unk_id" in model:  # Unigram
+        found: int | None = model["unk_id"]
+        return found
+    return None if model.get("unk_token") is None else backend.token_to_id(model["unk_token"])
 
 
 # Classes that build their own normaliser or pre-tokeniser from tokenizer_config.json, whatever tokenizer.json says.

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from anypool.errors import PromptTooLongError
-from anypool.kernels.normalize_cut import normalize_cut
 from anypool.pooling.plan import PoolingDefaults, PoolingPlan
-from anypool.pooling.pooler import finish_scores
+from anypool.pooling.pooler import finish_embeddings, finish_scores
 from anypool.pooling.sparse import pack_weights, prune
 from anypool.pooling.tasks import PoolingTask
 
@@ -135,7 +134,7 @@ class WeightedMean:
         mean_1E = (self.weights_W @ torch.stack(list(results)) / self.weights_W.sum())[None]
         if self.scores:
             return finish_scores(mean_1E, self.plan)[0]
-        return normalize_cut(mean_1E, dimensions=self.plan.dimensions, normalize=self.plan.normalize)[0]
+        return finish_embeddings(mean_1E, self.plan)[0]
 
 
 class Best:
@@ -213,9 +212,7 @@ class SpanMeans:
             indices_S, counts_S = torch.tensor(pieces).unbind(dim=1)
             sums_SE.index_add_(0, indices_S, rows_SE * counts_S[:, None])
         lengths_S = torch.tensor([end - start for start, end in self.plan.spans])
-        return normalize_cut(
-            sums_SE / lengths_S[:, None], dimensions=self.plan.dimensions, normalize=self.plan.normalize
-        )
+        return finish_embeddings(sums_SE / lengths_S[:, None], self.plan)
 
 
 Combination = WeightedMean | Best | LargestWeights | JoinedRows | SpanMeans

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -204,7 +205,7 @@ def plan_scores(
     if _compares_tokens(engine):
         return _late_interaction(engine, left, right, params, options)
     if PoolingTask.EMBED not in loaded.defaults.tasks and loaded.defaults.sparse is not None:
-        return _sparse_vectors(engine, left, right, params, options, roles)
+        return _sparse_vectors(engine, left, right, params, options)
     return _embeddings(engine, left, right, params, options, roles)
 
 
@@ -265,8 +266,9 @@ def _embeddings(
     roles: bool,
 ) -> ScoringPlan:
     compare = similarity(engine.loaded.recipe.similarity_fn_name)
-    jobs = _sides(engine, left, right, PoolingTask.EMBED, params, options, roles)
-    if engine.loaded.defaults.sides is not None:
+    has_sides = engine.loaded.defaults.sides is not None
+    jobs = _sides(engine, left, right, PoolingTask.EMBED, params, options, roles and not has_sides)
+    if has_sides:
         jobs = _routed(jobs)
 
     def finish(ran: Sequence[Ran]) -> Scores:
@@ -304,7 +306,7 @@ def _sides(
 
 
 def _routed(jobs: Sequence[Job]) -> list[Job]:
-    """The jobs with the first side as queries and the second as documents."""
+    """The jobs with the first side as queries and the second as documents, which brings the prompts of either."""
     return [
         replace(job, params=replace(job.params or PoolingParams(), is_query=is_query))
         for job, is_query in zip(jobs, (True, False), strict=True)
@@ -312,21 +314,14 @@ def _routed(jobs: Sequence[Job]) -> list[Job]:
 
 
 def _sparse_vectors(
-    engine: Engine,
-    left: list[str],
-    right: list[str],
-    params: PoolingParams | None,
-    options: PromptOptions,
-    roles: bool,
+    engine: Engine, left: list[str], right: list[str], params: PoolingParams | None, options: PromptOptions
 ) -> ScoringPlan:
-    """The similarity of sparse vectors: their dot product, unless the checkpoint says another."""
+    """The similarity of sparse vectors of either side: their dot product, unless the checkpoint says another."""
     loaded = engine.loaded
     assert loaded.defaults.sparse is not None
     size = loaded.defaults.sparse.size
     compare = similarity(loaded.recipe.similarity_fn_name or "dot")
-    jobs = _sides(engine, left, right, PoolingTask.SPARSE_EMBED, params, options, roles)
-    if loaded.recipe.router is not None:
-        jobs = _routed(jobs)
+    jobs = _routed(_sides(engine, left, right, PoolingTask.SPARSE_EMBED, params, options, roles=False))
 
     def finish(ran: Sequence[Ran]) -> Scores:
         pairs = _matched(jobs, ran, left, right)
@@ -354,7 +349,7 @@ def _fusion_weights(engine: Engine, fuse: bool | Sequence[float]) -> tuple[float
     if fuse is True:
         return _FUSION_WEIGHTS
     given = tuple(fuse) if isinstance(fuse, (list, tuple)) else ()
-    if len(given) != 3 or not all(is_number(one) and one >= 0 for one in given) or sum(given) <= 0:
+    if len(given) != 3 or not all(is_number(one) and one >= 0 for one in given) or not 0 < sum(given) < inf:
         raise InvalidParameterError(
             f"fuse={fuse!r} is neither True nor three weights, of dense, sparse and token vectors, that are not all 0",
             param="fuse",

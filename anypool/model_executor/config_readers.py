@@ -402,6 +402,9 @@ READERS: dict[str, Callable[[Keys], dict[str, Any]]] = {
     "deberta-v2": _read_deberta_v2,
 }
 
+# Of these, those that attend causally where nothing else is said.
+DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"})
+
 DEFAULT_ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",

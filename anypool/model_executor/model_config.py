@@ -16,6 +16,7 @@ from typing import Any
 from anypool.errors import CheckpointFormatError, MissingDependencyError, ModelLoadError, UnsupportedArchitectureError
 from anypool.model_executor.config_keys import Keys
 from anypool.model_executor.config_readers import (
+    DECODERS,
     DEFAULT_ARCHITECTURES,
     FULL,
     READERS,
@@ -24,6 +25,7 @@ from anypool.model_executor.config_readers import (
     HeadConfig,
     read_head,
 )
+from anypool.model_executor.families import Family, find_family, refuse_unknown_attention, translate
 from anypool.model_executor.layers.rotary import RopeConfig, frequency_length
 from anypool.model_executor.weights.repository import Repository
 
@@ -56,6 +58,7 @@ class ModelConfig:
         is_matryoshka: What the checkpoint says about being cut; None where it says nothing.
         is_encoder_decoder: Whether it is an encoder and a decoder, of which the encoder is run.
         not_native: Why no native class runs it although there is one for its family; None where none stands against it.
+        family: What its family's own code does, where config.json does not say it.
         raw: config.json with the user's overrides, for transformers' own classes.
     """
 
@@ -94,6 +97,7 @@ class ModelConfig:
     trust_remote_code: bool = False
     is_encoder_decoder: bool = False
     not_native: str | None = None
+    family: Family | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -117,6 +121,12 @@ class ModelConfig:
         """
         raw = {**repository.read_config(), **(overrides or {})}
         _refuse_quantized(raw)
+        llm2vec = repository.read_object("llm2vec_config.json")
+        family = find_family(raw, llm2vec, name=repository.name, trust_remote_code=trust_remote_code)
+        if family is not None and family.config:
+            raw = {**{key: value for key, value in raw.items() if key != "auto_map"}, **family.config}
+        elif not (trust_remote_code and "auto_map" in raw):
+            raw = translate(raw, repository.name)
         architectures = raw.get("architectures") or []
         model_type = raw.get("model_type")
         if not isinstance(model_type, str):
@@ -132,6 +142,7 @@ class ModelConfig:
             "architecture": architectures[0] if architectures else DEFAULT_ARCHITECTURES.get(model_type, ""),
             "model_type": model_type,
             "raw": raw,
+            "family": family,
             "trust_remote_code": trust_remote_code,
             "dtype": _dtype_name(keys),
             "matryoshka_dimensions": _sizes(keys),
@@ -145,6 +156,8 @@ class ModelConfig:
         if reader is None:
             return cls(**{**common, **_read_with_transformers(repository, raw, trust_remote_code)})
         if "auto_map" in raw:
+            if model_type in DECODERS and repository.exists("modules.json"):
+                refuse_unknown_attention(raw, repository.name)
             logger.warning(
                 "%s comes with code of its own, which does not run: pass trust_remote_code=True if you trust it and "
                 "its numbers differ from those of %s",
@@ -159,6 +172,33 @@ class ModelConfig:
             except (ModelLoadError, MissingDependencyError):
                 raise error from None
             return cls(**{**common, **through, "not_native": str(error)})
+        keys.report_unknown()
+        return config
+
+    @classmethod
+    def of_table(cls, name: str, size: tuple[int, int], *, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+        """The configuration of a table of token vectors, which has no transformer and is held in float32.
+
+        Args:
+            name: The model as the user named it.
+            size: Tokens, and the size of their vectors.
+            overrides: What the user says about cutting vectors: `matryoshka_dimensions`, `is_matryoshka`.
+        """
+        keys = Keys(overrides or {}, name)
+        config = cls(
+            name=name,
+            architecture="StaticEmbedding",
+            model_type="static",
+            vocab_size=size[0],
+            hidden_size=size[1],
+            num_layers=0,
+            num_heads=0,
+            max_positions=1 << 30,
+            is_causal=False,
+            matryoshka_dimensions=_sizes(keys),
+            is_matryoshka=keys.get("is_matryoshka", None),
+            raw=keys.raw,
+        )
         keys.report_unknown()
         return config
 

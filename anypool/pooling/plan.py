@@ -118,6 +118,7 @@ class PoolingDefaults:
         sparse: Of sparse vectors, where the model gives them.
         sides: The values of `is_query` that texts may have, where queries and documents have different heads.
         token_vectors: Of a multi-vector model.
+        norms_before_cut: Whether embeddings are layer-normalised before they are cut.
     """
 
     tasks: tuple[PoolingTask, ...]
@@ -130,6 +131,7 @@ class PoolingDefaults:
     sparse: SparseDefaults | None = None
     sides: frozenset[bool | None] | None = None
     token_vectors: TokenVectorDefaults | None = None
+    norms_before_cut: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +139,13 @@ class PoolingPlan:
     """What one request gets. Requests with equal plans share every step of the pooler.
 
     `spans` are ranges of tokens, first and one after the last; where there are some, each gets an embedding.
+    `norms_before_cut` layer-normalises an embedding, without weights, before it is cut.
     """
 
     task: PoolingTask
     normalize: bool = False
     dimensions: int | None = None
+    norms_before_cut: bool = False
     activation: str = "none"
     logit_mean: float = 0.0
     logit_sigma: float = 1.0
@@ -266,6 +270,7 @@ def _embed_plan(task: PoolingTask, params: PoolingParams, defaults: PoolingDefau
             task=task,
             normalize=defaults.normalize if asked is None else asked,
             dimensions=dimensions,
+            norms_before_cut=defaults.norms_before_cut and dimensions not in (None, defaults.size.full),
             side=params.is_query,
         )
     if params.dimensions is not None:
@@ -335,6 +340,10 @@ def _check_columns(asked: Sequence[int], scores: ScoreDefaults) -> tuple[int, ..
                 f"returned_token_ids has {column}; the head has the columns 0 to {scores.columns - 1}",
                 param="returned_token_ids",
             )
+    if len(set(asked)) < len(asked):  # else a few bytes of a request could ask for any amount of memory
+        raise InvalidParameterError(
+            "returned_token_ids names a column twice: give each once", param="returned_token_ids"
+        )
     return tuple(asked)
 
 

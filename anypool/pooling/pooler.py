@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from anypool.kernels.normalize_cut import normalize_cut
@@ -206,7 +207,8 @@ class EmbedPooler(SequencePooler):
         return super().begin(plan, skip=skip, pad_token_id=pad_token_id)
 
     def results(self, hidden_TD: torch.Tensor, segments: Segments, plan: PoolingPlan) -> torch.Tensor:
-        if not _is_empty(self.head) or len(self.types) > 1 or self.types[0] is PoolingType.LAST_NOT_PAD:
+        is_plain = _is_empty(self.head) and not plan.norms_before_cut
+        if not is_plain or len(self.types) > 1 or self.types[0] is PoolingType.LAST_NOT_PAD:
             return super().results(hidden_TD, segments, plan)
         return segment_pool(
             hidden_TD,
@@ -218,7 +220,7 @@ class EmbedPooler(SequencePooler):
         )
 
     def finish(self, rows_NE: torch.Tensor, plan: PoolingPlan) -> torch.Tensor:
-        return normalize_cut(rows_NE, dimensions=plan.dimensions, normalize=plan.normalize)
+        return finish_embeddings(rows_NE, plan)
 
 
 class TokenEmbedPooler(Pooler):
@@ -320,6 +322,13 @@ def score_rows(
         activation=plan.activation,
     )
     return _reported(scores_NC, plan)
+
+
+def finish_embeddings(rows_NE: torch.Tensor, plan: PoolingPlan) -> torch.Tensor:
+    """Layer norm where the plan has one, cut, L2 norm."""
+    if plan.norms_before_cut and plan.dimensions is not None:
+        rows_NE = F.layer_norm(rows_NE, rows_NE.shape[-1:])
+    return normalize_cut(rows_NE, dimensions=plan.dimensions, normalize=plan.normalize)
 
 
 def finish_scores(logits_NC: torch.Tensor, plan: PoolingPlan) -> torch.Tensor:

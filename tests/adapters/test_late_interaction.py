@@ -225,6 +225,46 @@ def test_the_skip_list_may_be_about_queries_and_ids_may_be_all_that_is_kept() ->
         assert_all_close(token_vectors(llm, RAGGED, truncate_prompt_tokens=-1), model.encode_document(RAGGED))
 
 
+@pytest.mark.parametrize("expansion", [None, {"strategy": "fixed", "length": 14}, {"strategy": "min", "length": 6}])
+def test_lengths_of_queries_and_documents_win_over_the_tokenizers(expansion: dict[str, Any] | None) -> None:
+    lengths = {"document_length": 20} | (
+        {} if expansion is not None and expansion["length"] == 14 else {"query_length": 12}
+    )
+    folder, _ = encoder(tiny_bert(), query_expansion=expansion, **lengths)
+    edit_json(folder / "tokenizer_config.json", lambda c: c.update(model_max_length=10))
+    edit_json(folder / "sentence_bert_config.json", lambda c: c.update(max_seq_length=9))
+    model = MultiVectorEncoder(str(folder), device="cpu", local_files_only=True)
+    with loaded(folder) as llm:
+        assert_all_close(token_vectors(llm, ASKED, is_query=True), model.encode_query(ASKED))
+        assert_all_close(token_vectors(llm, RAGGED), model.encode_document(RAGGED))
+        assert len(llm.token_embed(RAGGED[-1], truncate_prompt_tokens=64, use_tqdm=False)[0].prompt_token_ids) <= 64
+
+
+def test_only_one_length_wins_over_the_tokenizers() -> None:
+    folder, _ = encoder(tiny_bert(), document_length=20)
+    edit_json(folder / "tokenizer_config.json", lambda c: c.update(model_max_length=10))
+    model = MultiVectorEncoder(str(folder), device="cpu", local_files_only=True)
+    with loaded(folder) as llm:
+        assert_all_close(token_vectors(llm, RAGGED), model.encode_document(RAGGED))
+
+
+def test_pylates_lengths_win_over_what_its_tokenizer_was_last_cut_to() -> None:
+    folder = copy_of(FIXTURES / "pylate")
+    edit_json(folder / "tokenizer_config.json", lambda c: c.update(model_max_length=11))
+    expected = load_file(FIXTURES / "pylate.safetensors")
+    with loaded(folder) as llm:
+        assert_all_close(token_vectors(llm, DOCUMENTS), [expected[f"document{i}"] for i in range(len(DOCUMENTS))])
+
+
+@pytest.mark.parametrize("module", ["2_MultiVectorMask", "4_HierarchicalTokenPooling"])
+def test_modules_that_are_about_no_side_do_nothing(module: str) -> None:
+    folder, _ = encoder(tiny_bert(), dense(32, 16), HierarchicalTokenPooling(2.0), document_length=20)
+    edit_json(folder / module / "config.json", lambda c: c.update({next(k for k in c if k.endswith("tasks")): []}))
+    model = MultiVectorEncoder(str(folder), device="cpu", local_files_only=True)
+    with loaded(folder) as llm:
+        assert_all_close(token_vectors(llm, RAGGED), model.encode_document(RAGGED))
+
+
 # Batches, and how prompts are given.
 
 
@@ -334,6 +374,14 @@ def test_a_checkpoint_without_its_projection_or_its_tokenizer_is_an_error() -> N
         LLM(folder, device="cpu")
     with pytest.raises(CheckpointFormatError, match=r"was loaded without one: leave skip_tokenizer_init out"):
         LLM(FIXTURES / "pylate", device="cpu", skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize("name", ["pylate", "multi-vector"])
+def test_a_list_of_no_modules_is_an_error(name: str) -> None:
+    folder = copy_of(FIXTURES / "pylate" if name == "pylate" else encoder(tiny_bert())[0])
+    (folder / "modules.json").write_text("[]")
+    with pytest.raises(CheckpointFormatError, match=r"modules\.json lists no modules"):
+        LLM(folder, device="cpu")
 
 
 def test_expansion_on_the_left_or_longer_than_the_model_takes_is_an_error() -> None:

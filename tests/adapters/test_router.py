@@ -18,7 +18,7 @@ from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, 
 from anypool import LLM, PoolingParams
 from anypool.entrypoints.serve.app import create_app
 from anypool.errors import CheckpointFormatError, InvalidParameterError, UnsupportedArchitectureError
-from tests.adapters.test_sparse import masked_lm, save_sparse, sparse_vectors
+from tests.adapters.test_sparse import masked_lm, save_sparse, sparse_vectors, splade
 from tests.entrypoints.conftest import Client
 from tests.helpers import HIDDEN, RAGGED, assert_close, copy_of, edit_json, loaded, new_folder, tiny_bert, vectors
 
@@ -113,6 +113,31 @@ def test_prompts_go_with_their_side() -> None:
     with loaded(folder) as llm:
         assert_close(sparse_vectors(llm, RAGGED, is_query=False), encoded(model.encode_document, RAGGED))
         assert_close(sparse_vectors(llm, QUERIES, is_query=True), encoded(model.encode_query, QUERIES), atol=0)
+
+
+def test_queries_are_cut_at_the_end_that_the_tokenizer_or_the_caller_says() -> None:
+    folder = copy_of(inference_free())
+    for path in folder.rglob("tokenizer_config.json"):
+        edit_json(path, lambda config: config.update(model_max_length=3, truncation_side="left"))
+    model, long = reference(folder), ["the cat sat on a mat story"]
+    with loaded(folder) as llm:
+        assert_close(sparse_vectors(llm, long, is_query=True), encoded(model.encode_query, long), atol=0)
+        right = sparse_vectors(llm, long, is_query=True, truncation_side="right")
+        assert_close(right, sparse_vectors(llm, ["the cat sat"], is_query=True), atol=0)
+        assert (right != sparse_vectors(llm, long, is_query=True)).any()
+
+
+@pytest.mark.parametrize("prompts", [{"query": "the "}, {"query": "the ", "passage": "cat ", "document": "mat "}])
+def test_scores_of_splade_have_the_prompts_of_queries_and_documents(prompts: dict[str, str]) -> None:
+    folder = copy_of(splade())
+    edit_json(folder / "config_sentence_transformers.json", lambda config: config.update(prompts=prompts))
+    model = reference(folder)
+    expected = encoded(model.encode_query, ["the cat"]) @ encoded(model.encode_document, RAGGED).T
+    with loaded(folder) as llm:
+        scores = llm.score("the cat", RAGGED, use_tqdm=False)
+        ranked = {one.index: one.relevance_score for one in llm.rerank("the cat", RAGGED, use_tqdm=False)}
+    assert_close(torch.tensor([one.outputs.score for one in scores]), expected[0], atol=1e-4)
+    assert_close(torch.tensor([ranked[i] for i in range(len(RAGGED))]), expected[0], atol=1e-4)
 
 
 def test_scores_compare_queries_with_documents(llm: LLM) -> None:

@@ -209,3 +209,16 @@ def test_text_runs_through_the_language_model_of_a_multimodal_one(name: str, tmp
         embeds = ours(None, batch.positions_T, batch.attn, inputs_embeds_TD=ours.embed_input_ids(batch.input_ids_T))
     torch.testing.assert_close(run(ours, batch), expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(embeds, expected, atol=1e-5, rtol=0)
+
+
+def test_a_module_that_masks_a_lone_text_otherwise_than_one_in_company_is_not_padded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save("bloom", tmp_path)
+    run_text = TransformersModel.run_text
+    monkeypatch.setattr(
+        TransformersModel, "run_text", lambda self, ids_L: run_text(self, ids_L) + (self.way is Way.PADDED)
+    )
+    model = load(tmp_path)
+    assert model.way is Way.EQUAL_LENGTHS
+    assert any("padded" in reason and "differ" in reason for reason in model.rejected)

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -38,8 +39,8 @@ class ServerState:
         log: The access log, where one is kept.
         tracing: What writes spans, where a collector is named.
         is_draining: Whether it is about to end, so that it is not ready any more.
-        hidden: What messages must not name, and what they name in its place: a path of this machine is nobody's
-            business.
+        hidden: What messages must not name, and what they name in its place, in JSON: a path of this machine is
+            nobody's business.
     """
 
     def __init__(self, models: ServedModels, options: ServerOptions) -> None:
@@ -54,8 +55,11 @@ class ServerState:
         self.tracing = None if endpoint is None else Tracing(endpoint)
         self.is_draining = False
         self._running = 0
+        hidden = {path: model.name for model in models for path in model.paths if path != model.name}
+        # The longest first, since a folder may lie in another one; as they stand in JSON.
         self.hidden = [
-            (model.engine.config.model, model.name) for model in models if model.engine.config.model != model.name
+            (orjson.dumps(path)[1:-1], orjson.dumps(hidden[path])[1:-1])
+            for path in sorted(hidden, key=len, reverse=True)
         ]
 
     def _is_on(self, route: Route) -> bool:

@@ -89,10 +89,11 @@ class Repository:
 
             return read_gguf_config(self.gguf)
         config = self.read_object("config.json")
-        if config is None and self.exists("adapter_config.json"):
+        if self.exists("adapter_config.json"):
             base = (self.read_object("adapter_config.json") or {}).get("base_model_name_or_path")
+            what = "and not a model" if config is None else "whose files lie beside a model that is another without it"
             raise UnsupportedArchitectureError(
-                f"{self.name} is a LoRA adapter of {base}, and not a model: merge it into that with peft and save the "
+                f"{self.name} is a LoRA adapter of {base}, {what}: merge it into that with peft and save the "
                 "result, or take a checkpoint in which it is merged (vidore's have -hf in their name)"
             )
         if config is None:
