@@ -116,6 +116,12 @@ def test_patches_and_score_are_those_of_python(
         assert (low, high) == (pytest.approx(patches[i].min(), abs=5.1e-4), pytest.approx(patches[i].max(), abs=5.1e-4))
         words = browser.text(".said")
         assert ("finds the patch" in words) == (0 <= best[i] < rows * columns)
+    browser.click("details summary")
+    table = browser.texts(".plain td")
+    np.testing.assert_allclose([number(one) for one in table[2::3]], expected.max(axis=1), atol=5.1e-4)
+    for name, place in zip(table[1::3], best, strict=True):
+        row, column = divmod(int(place), columns)
+        assert (name == f"row {row + 1}, column {column + 1}") == (0 <= place < rows * columns)
     assert fits(browser)
 
 

@@ -50,14 +50,29 @@ function patchesOf(grid, query, answer, best) {
 
   function words(chosen) {
     const { place, similarity } = best[chosen];
-    const [row, column] = cellOf(grid, top[chosen]);
-    const patch = `patch in row ${row + 1}, column ${column + 1}, ${fixed(near[chosen][top[chosen]], 3)}`;
+    const patch = `patch in ${nameOf(grid, top[chosen])}, ${fixed(near[chosen][top[chosen]], 3)}`;
     const token = `“${query.tokens[chosen].text}”`;
     return isPatch(place)
       ? `${token} finds the ${patch}`
       : `${token} finds “${answer.tokens[place].text}” beside the picture, ${fixed(similarity, 3)}; its best is the ${patch}`;
   }
   return { near, top, all, words };
+}
+
+/** Tokens, of which those that are patches are called by where they stand in their picture. */
+export function withPlaces(tokens, grids) {
+  const named = [...tokens];
+  for (const grid of grids ?? []) {
+    for (let cell = 0; cell < grid.rows * grid.columns; cell++) {
+      named[grid.first_row + cell] = { text: nameOf(grid, cell), isSpecial: false };
+    }
+  }
+  return named;
+}
+
+function nameOf(grid, cell) {
+  const [row, column] = cellOf(grid, cell);
+  return `row ${row + 1}, column ${column + 1}`;
 }
 
 function withoutGrid(model, canvas) {
