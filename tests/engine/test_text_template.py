@@ -16,6 +16,7 @@ from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.sentence_transformer.modules import Pooling
 
 from anypool import LLM, PoolerConfig
+from anypool.entrypoints.cli import main
 from anypool.entrypoints.serve.app import create_app
 from anypool.errors import CheckpointFormatError, ConfigError, InvalidPromptError, UnsupportedArchitectureError
 from tests.entrypoints.conftest import Client
@@ -97,6 +98,11 @@ def test_token_ids_and_conversations_are_read_as_they_are() -> None:
     assert_close(by_ids[0], output.outputs.data, atol=1e-6)
     assert response.status_code == 200, response.text
     assert_close(torch.tensor(response.json()["data"][0]["embedding"]), output.outputs.data, atol=1e-6)
+
+
+def test_info_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", str(chat()), "--device", "cpu"]) == 0
+    assert "texts           in the chat template" in capsys.readouterr().out
 
 
 def test_images_stand_in_the_template() -> None:
