@@ -163,6 +163,20 @@ def test_heat_is_the_similarity_over_the_whole_picture(
     assert "Point at a token" in browser.text(".said")
 
 
+@pytest.mark.parametrize("shape", [(40, 400), (400, 40), (8, 8)], ids=["tall", "wide", "small"])
+def test_a_picture_keeps_its_shape(browser: Browser, address: str, tmp_path: Path, shape: tuple[int, int]) -> None:
+    Image.new("RGB", shape, "teal").save(tmp_path / "picture.png")
+    visit(browser, address, "tokens", model="colpali")
+    browser.choose_file(f"{OPEN} [name=picture]", tmp_path / "picture.png")
+    run(browser)
+    width, height = browser.run(
+        "const {width, height} = document.querySelector('.picture').getBoundingClientRect(); return [width, height]"
+    )
+    assert width / height == pytest.approx(shape[0] / shape[1], rel=0.01)
+    assert height <= 545
+    assert fits(browser)
+
+
 def test_the_keyboard_shows_what_pointing_does(browser: Browser, address: str, page: Path) -> None:
     visit(browser, address, "tokens", model="colpali")
     browser.choose_file(f"{OPEN} [name=picture]", page)

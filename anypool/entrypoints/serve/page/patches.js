@@ -37,7 +37,7 @@ export async function overPatches(model, file, query, answer, best) {
   return el("figure", { class: "patches", onpointerleave: leave },
     el("h2", {}, "Query"), el("div", { class: "row-of-tokens above" }, nodes),
     el("h2", {}, `Picture, ${grid.rows} × ${grid.columns} patches`),
-    el("div", { class: "stage" }, canvas, heat, marks), legend, said);
+    stage(canvas, heat, marks), legend, said);
 }
 
 /** What the numbers say: similarities of tokens and patches, each token's best patch, and the patches of the score. */
@@ -79,7 +79,12 @@ function withoutGrid(model, canvas) {
   return el("figure", { class: "patches" },
     el("p", { class: "hint" },
       `${model.name} cuts, crops or pads pictures: its patches have no single grid that could be drawn over this one.`),
-    el("div", { class: "stage" }, canvas));
+    stage(canvas));
+}
+
+/** A picture as wide as there is room for, unless it would be too high. */
+function stage(canvas, ...above) {
+  return el("div", { class: "stage", "--shape": canvas.width / canvas.height }, canvas, ...above);
 }
 
 function cellOf(grid, cell) {
