@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +57,7 @@ class ColPaliEngineModel(RetrievalModel):
         checkpoint = open_checkpoint(repository.base or repository)
         found = checkpoint.tensors(set(checkpoint.names()))
         weights = {_renamed(name, layout): tensor for name, tensor in found}
+        self._require_projection(weights, layout.projection)
         if repository.base is not None:
             weights = merge_adapter(weights, repository, lambda name: _renamed(name, layout))
         self._loaded_projection = [self._take_projection(weights, layout.projection, dtype)]
@@ -63,14 +65,16 @@ class ColPaliEngineModel(RetrievalModel):
             self.config, repository, layout.base, dtype=dtype, claimed=claimed, progress=progress, state_dict=weights
         )
 
-    def _take_projection(self, weights: dict[str, torch.Tensor], name: str, dtype: torch.dtype) -> nn.Linear:
-        try:
-            weight_ED, bias_E = weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias")
-        except KeyError as error:
+    def _require_projection(self, weights: Mapping[str, torch.Tensor], name: str) -> None:
+        missing = [key for key in (f"{name}.weight", f"{name}.bias") if key not in weights]
+        if missing:
             raise WeightsError(
-                f"{self.config.name}: {error} is missing, the layer that makes the vectors. An adapter has to stand "
-                "on the base it was trained on, such as those of vidore that end in -base, which has it"
-            ) from error
+                f"{self.config.name}: {' and '.join(missing)} of the layer that makes the vectors cannot be found. An "
+                "adapter has to stand on the base it was trained on, such as those of vidore that end in -base"
+            )
+
+    def _take_projection(self, weights: dict[str, torch.Tensor], name: str, dtype: torch.dtype) -> nn.Linear:
+        weight_ED, bias_E = weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias")
         self.embedding_size, width = weight_ED.shape
         projection = nn.Linear(width, self.embedding_size, dtype=dtype)
         projection.load_state_dict({"weight": weight_ED, "bias": bias_E})
