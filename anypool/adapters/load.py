@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from anypool.adapters.bge_m3 import find_bge_m3
+from anypool.adapters.colpali_engine import find_wording, with_base
 from anypool.adapters.dense_choice import choose_dense, dense_folders
 from anypool.adapters.heads import Head, find_head
 from anypool.adapters.late_interaction import build_token_head, read_late_interaction
@@ -106,6 +107,7 @@ class OpenedModel:
 def open_model(engine: EngineConfig) -> OpenedModel:
     """Finds a checkpoint, fetches it where it is a hub id, and reads its small files."""
     repository = Repository.open(engine.model, revision=engine.revision, cache_dir=engine.download_dir)
+    repository = with_base(repository, cache_dir=engine.download_dir)
     recipe = read_late_interaction(repository) or read_recipe(repository)
     backbone = repository.subfolder(recipe.backbone)
     overrides = engine.hf_overrides
@@ -168,7 +170,8 @@ def load_pooling_model(
     dtype = pick_dtype(engine.dtype, config, device, quantized=engine.quantization is not None)
     if engine.quantization is not None:
         require_int8(device, dtype)
-    checkpoint = open_checkpoint(opened.backbone)
+    find_wording(config)  # which is an error where it is not known
+    checkpoint = open_checkpoint(opened.backbone.base or opened.backbone)
     manifest = find_manifest(config, answers=recipe.answer_ids, token_id=token_id)
     head = None if own_pooler else _head(engine, opened, checkpoint, user, manifest, token_id)
     sparse = None

@@ -10,8 +10,13 @@ from anypool.model_executor.weights.repository import Repository
 _HINT = "images go through transformers' processors: pip install 'anypool[multimodal]'"
 
 
-def load_processor(repository: Repository, *, trust_remote_code: bool = False) -> Any:
+def load_processor(repository: Repository, *, cls: str | None = None, trust_remote_code: bool = False) -> Any:
     """The processor of a checkpoint. Where torchvision is not installed its images go through Pillow.
+
+    Args:
+        repository: The checkpoint.
+        cls: A class of transformers, where it is not the one that the files name.
+        trust_remote_code: Whether code that comes with it may be run.
 
     Raises:
         CheckpointFormatError: There is none, or transformers cannot read it.
@@ -19,27 +24,28 @@ def load_processor(repository: Repository, *, trust_remote_code: bool = False) -
     """
     try:
         import PIL.Image  # noqa: F401 - transformers finds out later, and says less
-        from transformers import AutoProcessor
+        import transformers
     except ImportError as error:
         raise MissingDependencyError(_HINT) from error
     from transformers.utils.import_utils import is_torchvision_available
 
     try:
-        if not is_torchvision_available() and (without := _without_video(repository)) is not None:
+        if not is_torchvision_available() and (without := _without_video(repository, cls)) is not None:
             return without
-        return AutoProcessor.from_pretrained(repository.folder, trust_remote_code=trust_remote_code)
+        known = getattr(transformers, cls or "AutoProcessor")
+        return known.from_pretrained(repository.folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # processors raise whatever they meet in a file, or where one is missing
         raise CheckpointFormatError(
             f"{repository.name}: transformers cannot load its image processor: {type(error).__name__}: {error}"
         ) from error
 
 
-def _without_video(repository: Repository) -> Any:
+def _without_video(repository: Repository, cls: str | None) -> Any:
     """A processor of images and videos without its part for videos, which needs torchvision; None for any other."""
     import transformers
 
     config = repository.read_object("processor_config.json") or repository.read_object("preprocessor_config.json") or {}
-    base: Any = getattr(transformers, str(config.get("processor_class")), None)
+    base: Any = getattr(transformers, cls or str(config.get("processor_class")), None)
     if base is None or "video_processor" not in base.get_attributes():
         return None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from anypool.adapters.colpali_engine import PageProcessor, find_wording
 from anypool.adapters.load import LoadedModel
 from anypool.adapters.processors import load_processor
 from anypool.engine.images import open_image
@@ -46,6 +47,8 @@ class ImagePrompts:
     def _processor(self) -> Any:
         loaded = self._loaded
         repository = loaded.repository.subfolder(loaded.recipe.backbone)
+        if (wording := find_wording(loaded.config)) is not None:
+            return PageProcessor(repository, loaded.config.architecture, wording)
         return load_processor(repository, trust_remote_code=loaded.config.trust_remote_code)
 
     def processor(self) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from anypool.errors import UnsupportedArchitectureError
+from anypool.errors import CheckpointFormatError, UnsupportedArchitectureError
 from anypool.pooling.methods import PoolingType
 
 # The tokens of the prompt with the special ones before it; its tokens alone, whatever stands before them; or all but as
@@ -90,11 +90,14 @@ _MISTRAL_DEFAULTS = {
 }
 
 
-def _nv_embed(raw: Mapping[str, Any]) -> Family:
+def _nv_embed(raw: Mapping[str, Any], name: str) -> Family:
     """NV-Embed (Lee et al., arXiv:2405.17428). It counts a prompt's tokens without the one that stands before them."""
+    text, latent = raw.get("text_config") or {}, raw.get("latent_attention_config") or {}
+    if not (isinstance(text, Mapping) and isinstance(latent, Mapping)):
+        raise CheckpointFormatError(f"{name}: text_config and latent_attention_config of config.json must be objects")
     own = {"model_type": "mistral", "architectures": ["NVEmbedModel"], "is_causal": False, "sliding_window": None}
     return Family(
-        config={**_MISTRAL_DEFAULTS, **(raw.get("text_config") or {}), **own},
+        config={**_MISTRAL_DEFAULTS, **text, **own},
         types=(PoolingType.MEAN,),
         normalize=True,
         include_prompt=False,
@@ -114,6 +117,12 @@ _REFUSED = {
 }
 
 
+def _own_code(raw: Mapping[str, Any]) -> Mapping[str, str]:
+    """Where the code is that comes with a checkpoint, by the class that it stands for."""
+    given = raw.get("auto_map")
+    return {key: str(place) for key, place in given.items()} if isinstance(given, Mapping) else {}
+
+
 def find_family(
     raw: Mapping[str, Any], llm2vec: Mapping[str, Any] | None, *, name: str, trust_remote_code: bool
 ) -> Family | None:
@@ -128,19 +137,20 @@ def find_family(
     Raises:
         UnsupportedArchitectureError: It is of a family that is known and not supported.
     """
-    own_code = raw.get("auto_map") or {}
-    classes = {*(raw.get("architectures") or ()), *(str(place).rsplit(".", 1)[-1] for place in own_code.values())}
+    own_code, listed = _own_code(raw), raw.get("architectures")
+    architectures = [one for one in listed if isinstance(one, str)] if isinstance(listed, list) else []
+    classes = {*architectures, *(place.rsplit(".", 1)[-1] for place in own_code.values())}
     for refused in sorted(classes & set(_REFUSED)):
         raise UnsupportedArchitectureError(f"{name}: {refused} is not supported: {_REFUSED[refused]}")
     if raw.get("model_type") == "nomic_bert":
         return _NOMIC
     if trust_remote_code and own_code:
         return None
-    [architecture, *_] = raw.get("architectures") or [""]
-    if architecture == "GritLM" or any("modeling_gritlm" in str(place) for place in own_code.values()):
+    [architecture, *_] = architectures or [""]
+    if architecture == "GritLM" or any("modeling_gritlm" in place for place in own_code.values()):
         return _GRITLM
     if architecture == "NVEmbedModel":
-        return _nv_embed(raw)
+        return _nv_embed(raw, name)
     if architecture == "LlamaBidirectionalModel":  # of NVIDIA
         return _in_both_directions("llama", "LlamaModel")
     if llm2vec is not None or architecture in _LLM2VEC:
@@ -216,7 +226,7 @@ def translate(raw: dict[str, Any], name: str) -> dict[str, Any]:
 
 def refuse_unknown_attention(raw: Mapping[str, Any], name: str) -> None:
     """Refuses a decoder made for embeddings whose own code decides which way it attends, where no key says that."""
-    own_code = raw.get("auto_map") or {}
+    own_code = _own_code(raw)
     if "AutoModel" not in own_code or any(key in raw for key in ("is_causal", "use_bidirectional_attention")):
         return
     raise UnsupportedArchitectureError(

@@ -50,13 +50,17 @@ _NATIVE: dict[str, str] = {
 # Models that read images, over transformers' modules.
 _WITH_IMAGES: dict[str, str] = {
     "CLIPModel": "two_tower:CLIPModel",
+    "ColIdefics3": "colpali_engine:ColPaliEngineModel",
     "ColModernVBertForRetrieval": "vision_language:ColModernVBertForRetrieval",
+    "ColPali": "colpali_engine:ColPaliEngineModel",
     "ColPaliForRetrieval": "vision_language:ColPaliForRetrieval",
+    "ColQwen2": "colpali_engine:ColPaliEngineModel",
     "ColQwen2ForRetrieval": "vision_language:ColQwen2ForRetrieval",
+    "ColQwen2_5": "colpali_engine:ColPaliEngineModel",
     "Siglip2Model": "two_tower:SiglipModel",
     "SiglipModel": "two_tower:SiglipModel",
 }
-# How the colpali-engine library names its classes, whose layer and words around queries transformers does not know.
+# How the colpali-engine library names its classes; those that are not listed are refused.
 _OF_COLPALI_ENGINE = re.compile(r"(Col|Bi)(Pali|Qwen|Idefics|Gemma|ModernVBert)\w*(?<!ForRetrieval)")
 _GENERATES_FROM_IMAGES = "vision_language:VisionLanguageForConditionalGeneration"
 
@@ -131,8 +135,9 @@ class _Registry:
             return _import(architecture, f"{_MODELS}.{path}")
         if _OF_COLPALI_ENGINE.fullmatch(architecture):
             raise UnsupportedArchitectureError(
-                f"{architecture!r} is a class of colpali-engine, which is not supported: take a checkpoint that was "
-                f"converted for transformers, one of {', '.join(name for name in _WITH_IMAGES if 'Retrieval' in name)}"
+                f"{architecture!r} is a class of colpali-engine that is not supported; those that are: "
+                f"{', '.join(name for name in _WITH_IMAGES if _OF_COLPALI_ENGINE.fullmatch(name))}. Or take one "
+                f"converted for transformers: {', '.join(name for name in _WITH_IMAGES if 'Retrieval' in name)}"
             )
         return self._transformers_cls(architecture, config)
 

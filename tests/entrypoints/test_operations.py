@@ -317,6 +317,27 @@ def test_more_requests_than_are_served_at_once_are_429(engine: Engine, monkeypat
     assert state._running == 0
 
 
+def test_a_client_that_sends_slowly_keeps_nobody_out(engine: Engine) -> None:
+    app = create_app(engine, ServerOptions(max_concurrent_requests=1))
+
+    async def main() -> tuple[int, int]:
+        is_open = asyncio.Event()
+
+        async def slow() -> Any:
+            yield b'{"input": '
+            await is_open.wait()
+            yield b'"a"}'
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+            first = asyncio.create_task(client.post("/v1/embeddings", content=slow()))
+            await asyncio.sleep(0.05)
+            second = await client.post("/v1/embeddings", json={"input": "b"})
+            is_open.set()
+            return (await first).status_code, second.status_code
+
+    assert asyncio.run(main()) == (200, 200)
+
+
 def test_a_client_may_ask_for_less_time_but_not_for_more(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float | None] = []
     submit = engine.submit

@@ -116,6 +116,12 @@ def test_patches_and_score_are_those_of_python(
         assert (low, high) == (pytest.approx(patches[i].min(), abs=5.1e-4), pytest.approx(patches[i].max(), abs=5.1e-4))
         words = browser.text(".said")
         assert ("finds the patch" in words) == (0 <= best[i] < rows * columns)
+    browser.click("details summary")
+    table = browser.texts(".plain td")
+    np.testing.assert_allclose([number(one) for one in table[2::3]], expected.max(axis=1), atol=5.1e-4)
+    for name, place in zip(table[1::3], best, strict=True):
+        row, column = divmod(int(place), columns)
+        assert (name == f"row {row + 1}, column {column + 1}") == (0 <= place < rows * columns)
     assert fits(browser)
 
 
@@ -155,6 +161,20 @@ def test_heat_is_the_similarity_over_the_whole_picture(
         "document.querySelector('.patches').dispatchEvent(new PointerEvent('pointerleave', {pointerType: 'mouse'}))"
     )
     assert "Point at a token" in browser.text(".said")
+
+
+@pytest.mark.parametrize("shape", [(40, 400), (400, 40), (8, 8)], ids=["tall", "wide", "small"])
+def test_a_picture_keeps_its_shape(browser: Browser, address: str, tmp_path: Path, shape: tuple[int, int]) -> None:
+    Image.new("RGB", shape, "teal").save(tmp_path / "picture.png")
+    visit(browser, address, "tokens", model="colpali")
+    browser.choose_file(f"{OPEN} [name=picture]", tmp_path / "picture.png")
+    run(browser)
+    width, height = browser.run(
+        "const {width, height} = document.querySelector('.picture').getBoundingClientRect(); return [width, height]"
+    )
+    assert width / height == pytest.approx(shape[0] / shape[1], rel=0.01)
+    assert height <= 545
+    assert fits(browser)
 
 
 def test_the_keyboard_shows_what_pointing_does(browser: Browser, address: str, page: Path) -> None:

@@ -92,8 +92,8 @@ def test_a_long_query_is_cut_and_its_last_tokens_stay(retriever: Any) -> None:
     assert output.num_truncated_tokens == len(whole) - 30
 
 
-@pytest.mark.parametrize("name", ["ColPali", "ColQwen2_5", "ColIdefics3", "BiQwen2"])
-def test_classes_of_colpali_engine_are_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["ColGemma3", "ColQwen3", "BiPali", "BiQwen2"])
+def test_other_classes_of_colpali_engine_are_refused(name: str) -> None:
     folder = copy_of(checkpoints.paligemma_folder())
     edit_json(folder / "config.json", lambda config: {**config, "architectures": [name]})
     with pytest.raises(UnsupportedArchitectureError, match="a class of colpali-engine"):

@@ -86,12 +86,21 @@ async def serve_call(state: ServerState, exchange: Exchange, calls: Sequence[Cal
     Raises:
         Exception: Whatever there is to be told in place of an answer.
     """
+    state.check_turn()
     options = state.options
     timeout_s = _timeout(exchange, options.request_timeout)
     coding = exchange.header("content-encoding")
     if coding is not None and coding.lower() != "identity":
         raise HTTPError(415, f"Content-Encoding: {coding!r:.80} is not taken: send the body as it is")
     body = await _read_body(exchange, options, timeout_s)
+    with state.turn():
+        return await _serve_body(state, exchange, calls, body, timeout_s)
+
+
+async def _serve_body(
+    state: ServerState, exchange: Exchange, calls: Sequence[Call], body: bytes, timeout_s: float
+) -> Response:
+    options = state.options
     if len(body) <= _INLINE_BYTES:
         asked, call, model = _parse(state, exchange, body, calls)
     else:

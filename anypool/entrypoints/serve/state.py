@@ -76,9 +76,8 @@ class ServerState:
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Around a request that runs a model. It is refused before its body is read, so that refusing costs little.
+    def check_turn(self) -> None:
+        """Refuses a request that could not run now, before its body is read, so that refusing costs little.
 
         Raises:
             OverloadedError: So many are being served already.
@@ -86,6 +85,15 @@ class ServerState:
         most = self.options.max_concurrent_requests
         if most is not None and self._running >= most:
             raise OverloadedError(f"{most:,} requests are being served, the limit: try again later", retry_after_s=1)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Around a request whose body is there: clients that send slowly keep nobody out.
+
+        Raises:
+            OverloadedError: So many are being served already.
+        """
+        self.check_turn()
         self._running += 1
         try:
             yield

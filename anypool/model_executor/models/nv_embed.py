@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from anypool.config import is_int
+from anypool.errors import CheckpointFormatError
 from anypool.model_executor.attention import AttentionMetadata
 from anypool.model_executor.layers.linear import Linear
 from anypool.model_executor.layers.norm import LayerNorm
@@ -16,6 +17,14 @@ from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import refuse_unused
 from anypool.model_executor.models.mistral import MistralForCausalLM
 
+# Where config.json is silent.
+_SIZES = {
+    "num_latents_value": 512,
+    "num_cross_heads": 8,
+    "hidden_dim": 4096,
+    "latent_dim": 4096,
+    "cross_dim_head": 4096,
+}
 _EPS = 1e-5  # torch's, in both norms of a block
 
 
@@ -70,14 +79,11 @@ class NVEmbedModel(MistralForCausalLM):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        given: dict[str, Any] = {
-            "num_latents_value": 512,
-            "num_cross_heads": 8,
-            "hidden_dim": 4096,
-            "latent_dim": 4096,
-            "cross_dim_head": 4096,
-            **(config.raw.get("latent_attention_config") or {}),
+        given = _SIZES | {
+            key: value for key, value in (config.raw.get("latent_attention_config") or {}).items() if key in _SIZES
         }
+        if not all(is_int(size) and size > 0 for size in given.values()):
+            raise CheckpointFormatError(f"{config.name}: latent_attention_config has sizes that are none: {given}")
         size, latent_size = given["latent_dim"], given["hidden_dim"]
         self.latents = nn.Parameter(torch.empty(given["num_latents_value"], latent_size), requires_grad=False)
         self.cross = LatentCrossAttention(size, latent_size, given["num_cross_heads"], given["cross_dim_head"])

@@ -21,11 +21,13 @@ class Repository:
         name: As the user named it, for messages.
         folder: The folder with its files.
         gguf: The GGUF file, where the checkpoint is one.
+        base: What it is an adapter of, where it is one that is merged while loading: config.json is that one's.
     """
 
     name: str
     folder: Path
     gguf: Path | None = None
+    base: Repository | None = None
 
     @classmethod
     def open(cls, model: str, *, revision: str | None = None, cache_dir: str | None = None) -> Repository:
@@ -88,6 +90,8 @@ class Repository:
             from anypool.model_executor.weights.gguf import read_gguf_config
 
             return read_gguf_config(self.gguf)
+        if self.base is not None:
+            return self.base.read_config()
         config = self.read_object("config.json")
         if self.exists("adapter_config.json"):
             base = (self.read_object("adapter_config.json") or {}).get("base_model_name_or_path")

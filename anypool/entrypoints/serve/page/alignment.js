@@ -4,7 +4,7 @@ import { call } from "./api.js";
 import { count, el, fixed } from "./dom.js";
 import { cutOff, InputError } from "./forms.js";
 import { contentOf } from "./picture.js";
-import { overPatches } from "./patches.js";
+import { overPatches, withPlaces } from "./patches.js";
 import { choosable, labelled, tokensOf } from "./tokens.js";
 import { dot, floats, maxsim, rowsOf } from "./vectors.js";
 
@@ -39,7 +39,8 @@ async function tokenVectors(model, input, signal) {
   const [entry] = data.data;
   const rows = rowsOf(floats(entry.data), entry.shape);
   const tokens = labelled(await tokensOf(model, entry.prompt_token_ids, signal), rows.length, entry.row_places);
-  return { rows, tokens, headers, grids: entry.image_grids };
+  const grids = entry.image_grids;
+  return { rows, tokens: withPlaces(tokens, grids), headers, grids };
 }
 
 /** Both texts as tokens, with a line from each of the query's to what it finds. One that is chosen stands alone. */

@@ -37,7 +37,7 @@ export async function overPatches(model, file, query, answer, best) {
   return el("figure", { class: "patches", onpointerleave: leave },
     el("h2", {}, "Query"), el("div", { class: "row-of-tokens above" }, nodes),
     el("h2", {}, `Picture, ${grid.rows} × ${grid.columns} patches`),
-    el("div", { class: "stage" }, canvas, heat, marks), legend, said);
+    stage(canvas, heat, marks), legend, said);
 }
 
 /** What the numbers say: similarities of tokens and patches, each token's best patch, and the patches of the score. */
@@ -50,8 +50,7 @@ function patchesOf(grid, query, answer, best) {
 
   function words(chosen) {
     const { place, similarity } = best[chosen];
-    const [row, column] = cellOf(grid, top[chosen]);
-    const patch = `patch in row ${row + 1}, column ${column + 1}, ${fixed(near[chosen][top[chosen]], 3)}`;
+    const patch = `patch in ${nameOf(grid, top[chosen])}, ${fixed(near[chosen][top[chosen]], 3)}`;
     const token = `“${query.tokens[chosen].text}”`;
     return isPatch(place)
       ? `${token} finds the ${patch}`
@@ -60,11 +59,32 @@ function patchesOf(grid, query, answer, best) {
   return { near, top, all, words };
 }
 
+/** Tokens, of which those that are patches are called by where they stand in their picture. */
+export function withPlaces(tokens, grids) {
+  const named = [...tokens];
+  for (const grid of grids ?? []) {
+    for (let cell = 0; cell < grid.rows * grid.columns; cell++) {
+      named[grid.first_row + cell] = { text: nameOf(grid, cell), isSpecial: false };
+    }
+  }
+  return named;
+}
+
+function nameOf(grid, cell) {
+  const [row, column] = cellOf(grid, cell);
+  return `row ${row + 1}, column ${column + 1}`;
+}
+
 function withoutGrid(model, canvas) {
   return el("figure", { class: "patches" },
     el("p", { class: "hint" },
       `${model.name} cuts, crops or pads pictures: its patches have no single grid that could be drawn over this one.`),
-    el("div", { class: "stage" }, canvas));
+    stage(canvas));
+}
+
+/** A picture as wide as there is room for, unless it would be too high. */
+function stage(canvas, ...above) {
+  return el("div", { class: "stage", "--shape": canvas.width / canvas.height }, canvas, ...above);
 }
 
 function cellOf(grid, cell) {

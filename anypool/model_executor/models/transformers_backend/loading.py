@@ -32,7 +32,10 @@ def load_whole(
     progress: bool,
     **options: Any,
 ) -> Any:
-    """Loads all of a checkpoint with one class of transformers, by its name. Otherwise as `load_module`."""
+    """Loads all of a checkpoint with one class of transformers, by its name. Otherwise as `load_module`.
+
+    Its tensors are those of `state_dict` in `options`, where that is given.
+    """
     import transformers
 
     try:
@@ -92,7 +95,7 @@ def _load(
     try:
         with quiet(progress):
             whole, report = source.cls.from_pretrained(
-                repository.folder,
+                None if "state_dict" in options else repository.folder,
                 config=hf_config,
                 dtype=dtype,
                 output_loading_info=True,
