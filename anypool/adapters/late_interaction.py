@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import string
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +23,12 @@ from anypool.adapters.sentence_transformers import (
     module_config,
     read_modules,
     read_prompts,
+    read_truncate_dim,
     transformer_config,
     transformer_settings,
 )
 from anypool.config import is_int, is_int_list
-from anypool.errors import CheckpointFormatError, WeightsError
+from anypool.errors import CheckpointFormatError, UnsupportedArchitectureError, WeightsError
 from anypool.model_executor.weights.checkpoint import Checkpoint
 from anypool.model_executor.weights.loading import fill
 from anypool.model_executor.weights.repository import Repository
@@ -41,6 +42,8 @@ _PYLATE_KEYS = ("query_prefix", "document_prefix", "do_query_expansion", "attend
 # What PyLate itself leaves out of the modules that it finds.
 _NOT_OF_TOKENS = ("Pooling", "Normalize", *PASSIVE_MODULES)
 _TOKENS = "token_embeddings"
+# The sides that a module is about where its file says nothing.
+_DOCUMENTS = ("document",)
 _SIMILARITIES = ("maxsim", "meanmaxsim")
 
 
@@ -62,6 +65,36 @@ def read_late_interaction(repository: Repository) -> Recipe | None:
     return None
 
 
+class _Reader:
+    """Reads the values of a file and checks of what kind they are; null is as if a key were not there."""
+
+    def __init__(self, repository: Repository, where: str, settings: Mapping[str, Any]) -> None:
+        self._where, self._settings = f"{repository.name}: {where}", settings
+
+    def _value(self, key: str, default: Any, is_right: Callable[[Any], bool], what: str) -> Any:
+        value = self._settings.get(key)
+        if value is not None and not is_right(value):
+            raise CheckpointFormatError(f"{self._where} has {key} {value!r}, not {what}")
+        return default if value is None else value
+
+    def text(self, key: str, default: str | None) -> str | None:
+        """A text; None where it is empty."""
+        found: str | None = self._value(key, default, lambda value: isinstance(value, str), "a text")
+        return found or None
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        return bool(self._value(key, default, lambda value: isinstance(value, bool), "true or false"))
+
+    def words(self, key: str, default: tuple[str, ...]) -> tuple[str, ...]:
+        """Texts; one alone stands for a list of it."""
+        found = self._value(key, default, _is_words, "a list of texts")
+        return (found,) if isinstance(found, str) else tuple(found)
+
+
+def _is_words(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
+
+
 def _recipe(
     repository: Repository, backbone: str, settings: Mapping[str, Any], recipe: MultiVectorRecipe, **own: Any
 ) -> Recipe:
@@ -70,7 +103,7 @@ def _recipe(
         backbone=backbone,
         prompts=prompts,
         default_prompt_name=default_prompt_name,
-        truncate_dim=settings.get("truncate_dim"),
+        truncate_dim=read_truncate_dim(repository, settings),
         multi_vector=recipe,
         **own,
     )
@@ -94,28 +127,23 @@ def _pylate(repository: Repository, settings: Mapping[str, Any]) -> Recipe:
     query_length, document_length = (
         _length(settings, key, repository, default) for key, default in (("query_length", 32), ("document_length", 180))
     )
-    skiplist = settings.get("skiplist_words")
+    read = _Reader(repository, _SETTINGS, settings)
     return _recipe(
         repository,
         backbone,
         settings,
         _colbert(
             library="PyLate",
-            markers=(_marker(settings, "query_prefix", "[Q] "), _marker(settings, "document_prefix", "[D] ")),
+            markers=(read.text("query_prefix", "[Q] "), read.text("document_prefix", "[D] ")),
             lengths=(query_length, document_length),
-            expands=settings.get("do_query_expansion") is not False,
-            attended=bool(settings.get("attend_to_expansion_tokens")),
-            skiplist=_PUNCTUATION if skiplist is None else tuple(skiplist),
+            expands=read.flag("do_query_expansion", default=True),
+            attended=read.flag("attend_to_expansion_tokens", default=False),
+            skiplist=read.words("skiplist_words", _PUNCTUATION),
             modules=tuple((kind, path, _dense_config(repository, path)) for kind, path in dense),
         ),
         normalize=True,
         do_lower_case=transformer_settings(repository, backbone, "ColBERT")["do_lower_case"],
     )
-
-
-def _marker(settings: Mapping[str, Any], key: str, default: str) -> str | None:
-    given = settings.get(key)
-    return default if given is None else given or None
 
 
 def _dense_config(repository: Repository, path: str) -> Mapping[str, Any]:
@@ -142,13 +170,15 @@ def _stanford(repository: Repository) -> Recipe:
         _length(metadata, key, repository, default, where="artifact.metadata")
         for key, default in (("query_maxlen", 32), ("doc_maxlen", 180))
     )
+    read = _Reader(repository, "artifact.metadata", metadata)
+    markers = (read.text("query_token_id", None), read.text("doc_token_id", None))
     recipe = _colbert(
         library="Stanford ColBERT",
-        markers=(metadata.get("query_token_id") or "[unused0]", metadata.get("doc_token_id") or "[unused1]"),
+        markers=(markers[0] or "[unused0]", markers[1] or "[unused1]"),
         lengths=(lengths[0], lengths[1]),
         expands=True,
-        attended=bool(metadata.get("attend_to_mask_tokens")),
-        skiplist=_PUNCTUATION if metadata.get("mask_punctuation", True) else (),
+        attended=read.flag("attend_to_mask_tokens", default=False),
+        skiplist=_PUNCTUATION if read.flag("mask_punctuation", default=True) else (),
         projection="linear",
     )
     return _recipe(repository, "", {}, recipe, normalize=True)
@@ -219,7 +249,8 @@ def _multi_vector_encoder(repository: Repository, settings: Mapping[str, Any]) -
     expansion = _saved_expansion(repository, where, transformer.get("query_expansion"))
     if expansion is not None and not expansion.attended and not has_mask:
         expansion = None  # nobody attends to it, and nothing says that it has vectors
-    words, tasks = tuple(mask.get("skiplist_words") or ()), _tasks(mask, "skiplist_tasks")
+    read = _Reader(repository, "the file of MultiVectorMask", mask)
+    words, tasks = read.words("skiplist_words", ()), read.words("skiplist_tasks", _DOCUMENTS)
     only = mask.get("keep_only_token_ids") or None
     if only is not None and not is_int_list(only):
         raise CheckpointFormatError(f"{repository.name}: MultiVectorMask has keep_only_token_ids {only!r}, not ids")
@@ -248,6 +279,11 @@ def _multi_vector_encoder(repository: Repository, settings: Mapping[str, Any]) -
         similarity=similarity,
     )
     own = transformer_settings(repository, backbone, "MultiVectorEncoder")
+    if "message_format" in own:
+        raise UnsupportedArchitectureError(
+            f"{repository.name}: {where} puts texts into a chat template, which is not supported for token vectors: "
+            "take the entry 'message' out of its modality_config where the model was trained on plain texts"
+        )
     return _recipe(repository, backbone, settings, recipe, normalize=normalize, **own)
 
 
@@ -256,26 +292,20 @@ def _saved_expansion(repository: Repository, where: str, given: Any) -> Expansio
         return None
     if not isinstance(given, dict) or given.get("strategy") not in ("fixed", "min"):
         raise CheckpointFormatError(f"{repository.name}: {where} has query_expansion {given!r}, neither fixed nor min")
+    read = _Reader(repository, f"{where}: query_expansion", given)
     return Expansion(
         length=_length(given, "length", repository, 0, where=f"{where}: query_expansion"),
         cuts=given["strategy"] == "fixed",
-        attended=bool(given.get("attend")),
-        token=given.get("token"),
+        attended=read.flag("attend", default=False),
+        token=read.text("token", None),
     )
-
-
-def _tasks(config: Mapping[str, Any], key: str) -> list[str]:
-    """The sides that a module is about: documents where its file says nothing, and none where it lists none."""
-    given = config.get(key)
-    if given is None:
-        return ["document"]
-    return [given] if isinstance(given, str) else list(given)
 
 
 def _saved_pooling(repository: Repository, path: str) -> TokenPooling | None:
     config = repository.read_object(f"{path}/config.json") or {}
     factor, protected = config.get("pool_factor", 1.0), config.get("num_protected_tokens", 1)
-    tasks = _tasks(config, "tasks")
+    read = _Reader(repository, f"{path}/config.json", config)
+    tasks = read.words("tasks", _DOCUMENTS)
     is_factor = isinstance(factor, (int, float)) and not isinstance(factor, bool) and factor >= 1
     if not is_factor or not is_int(protected) or protected < 0:
         raise CheckpointFormatError(
@@ -283,12 +313,12 @@ def _saved_pooling(repository: Repository, path: str) -> TokenPooling | None:
         )
     if not tasks:
         return None
-    if tasks != ["document"]:
+    if tasks != _DOCUMENTS:
         raise CheckpointFormatError(
             f"{repository.name}: {path}/config.json pools tokens of {tasks!r}; only documents are supported"
         )
     # A file without the key was written before there was one, and means False.
-    name = "sentence-transformers" if config.get("normalize_embeddings", False) else "pylate"
+    name = "sentence-transformers" if read.flag("normalize_embeddings", default=False) else "pylate"
     pooling = replace(token_pooling(name, float(factor)), protected=protected)
     return None if pooling.factor <= 1 and pooling.normalize != "all" else pooling
 

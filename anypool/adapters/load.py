@@ -13,8 +13,10 @@ from torch import nn
 
 from anypool.adapters.bge_m3 import find_bge_m3
 from anypool.adapters.colpali_engine import find_wording, with_base
+from anypool.adapters.dense_choice import choose_dense, dense_folders
 from anypool.adapters.heads import Head, find_head
 from anypool.adapters.late_interaction import build_token_head, read_late_interaction
+from anypool.adapters.layer_weights import mix_layers
 from anypool.adapters.lm_head_rows import head_from_config, manifest_head, rows_head
 from anypool.adapters.multi_vector import MultiVector, Vocabulary, serve_token_vectors, token_vector_defaults
 from anypool.adapters.pooling_model import as_pooling_model, score_poolers
@@ -117,6 +119,11 @@ def open_model(engine: EngineConfig) -> OpenedModel:
         config = ModelConfig.from_pretrained(backbone, overrides=overrides, trust_remote_code=engine.trust_remote_code)
     if config.family is not None:
         recipe = recipe_of_family(recipe, config.family)
+    folders = dense_folders(repository, recipe)
+    if folders:
+        config = config.replace(is_matryoshka=False)
+        asked = None if engine.pooler_config is None else engine.pooler_config.dimensions
+        recipe = recipe if asked is None else choose_dense(repository, recipe, folders, asked)
     return OpenedModel(repository=repository, backbone=backbone, config=config, recipe=recipe)
 
 
@@ -200,6 +207,8 @@ def load_pooling_model(
             model, checkpoint, name=config.name, device=device, dtype=dtype, claimed=claimed, progress=progress
         )
     pack_linears(model, leave=_heads(model))
+    if recipe.layer_weights is not None:
+        mix_layers(model, config, opened.repository, recipe.layer_weights, device)
     if own_pooler:
         size = getattr(model, "embedding_size", config.hidden_size)
     elif multi_vector is not None:
@@ -323,7 +332,7 @@ def _rerank_template(
     if head is None or head.recipe.token_level:
         return None
     recipe, backbone = opened.recipe, opened.backbone
-    if recipe.message_format is not None:
+    if recipe.message_format is not None and recipe.is_cross_encoder:
         in_parts = recipe.message_format == "structured"
         stated = own_template(backbone, in_parts=in_parts, variables=recipe.template_variables)
         if stated is None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from anypool.config import is_number
 from anypool.errors import CheckpointFormatError, UnsupportedArchitectureError
 from anypool.model_executor.weights.checkpoint import open_checkpoint
 from anypool.model_executor.weights.repository import Repository
@@ -76,6 +77,11 @@ def read_router(repository: Repository, path: str) -> tuple[RouterRecipe, Mappin
             raise CheckpointFormatError(f"{repository.name}: the router names {folder!r}, outside the checkpoint")
     tables = {chain[0][1] for chain in chains.values() if [kind for kind, _ in chain] == [_STATIC]}
     ways = {side: _route(side, chains, mappings, parameters) for side in _TASKS}
+    missing = next((route for route in ways.values() if route is not None and route not in chains), None)
+    if missing is not None:
+        raise CheckpointFormatError(
+            f"{repository.name}: {where}router_config.json names the route {missing!r}; there are {', '.join(chains)}"
+        )
     static = {route for route, chain in chains.items() if chain[0][0] == _STATIC}
     if len(tables) > 1 or static == set(chains) or not set(chains) <= set(ways.values()):
         routes = "; ".join(f"{route}: {', '.join(kind for kind, _ in chain)}" for route, chain in chains.items())
@@ -134,6 +140,8 @@ def read_table(
             raise CheckpointFormatError(f"{repository.name}: {path}/config.json names {file!r}, which is not there")
         table_V = torch.zeros(size)
         for token, weight in by_token.items():
+            if not is_number(weight):
+                raise CheckpointFormatError(f"{repository.name}: {file} has the weight {weight!r} for {token!r}")
             number = find(token)
             number = unknown if number is None else number
             if number is not None and number < size:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from anypool.adapters.heads import Head, HeadRecipe
+from anypool.adapters.layer_weights import LayerWeights, read_layer_weights
 from anypool.adapters.lm_head_rows import rows_head
 from anypool.adapters.multi_vector import MultiVectorRecipe
 from anypool.adapters.router import ROUTERS, RouterRecipe, read_router
@@ -21,7 +22,7 @@ from anypool.adapters.sparse_recipe import SparseRecipe, read_auto_encoder, read
 from anypool.adapters.static import StaticRecipe, read_model2vec, read_static
 from anypool.config import is_int
 from anypool.errors import CheckpointFormatError, UnsupportedArchitectureError
-from anypool.model_executor.families import Family
+from anypool.model_executor.families import Family, SkipRule
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.weights.checkpoint import Checkpoint, open_checkpoint
 from anypool.model_executor.weights.loading import load_module
@@ -93,7 +94,7 @@ class Recipe:
         backbone: Folder of the transformer inside the checkpoint.
         types: Pooling types; None where no file says.
         include_prompt: Whether tokens of a prompt take part in pooling.
-        skips_by_text: Whether all is left out of pooling but as many last tokens as the text alone has.
+        skip_rule: How many leading tokens a prompt that is not pooled takes.
         modules: (type, path, config) of what follows pooling, the closing Normalize left out.
         normalize: Whether vectors are normalised at the end; None where no file says.
         prompts: Text put before an input, by name.
@@ -105,20 +106,21 @@ class Recipe:
         score_activation: Dotted path of the activation that a CrossEncoder was saved with.
         answer_ids: Tokens whose logits give a CrossEncoder's score: false and true, or true alone.
         score_modules: (type, path, config) of what turns a CrossEncoder's pooled row into scores.
-        message_format: "flat" or "structured" where a CrossEncoder's pairs go through its chat template.
-        template_variables: What that template sees beside the pair.
+        message_format: "flat" or "structured" where texts, or a CrossEncoder's pairs, go through the chat template.
+        template_variables: What that template sees beside them.
         router: Which way queries and documents go, where they go different ones.
         sparse: What makes sparse vectors of a SparseEncoder.
         max_active_dims: How many of their weights are kept; None for all, or for what `sparse` says.
         multi_vector: How token vectors are made, where the checkpoint is about these.
         static: How texts are read where the backbone is a table of token vectors.
+        layer_weights: Whose hidden states are pooled, where these are not the last layer's alone.
     """
 
     is_cross_encoder: bool = False
     backbone: str = ""
     types: tuple[PoolingType, ...] | None = None
     include_prompt: bool = True
-    skips_by_text: bool = False
+    skip_rule: SkipRule = "prompt"
     modules: tuple[tuple[str, str, Mapping[str, Any]], ...] = ()
     normalize: bool | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -137,6 +139,7 @@ class Recipe:
     max_active_dims: int | None = None
     multi_vector: MultiVectorRecipe | None = None
     static: StaticRecipe | None = None
+    layer_weights: LayerWeights | None = None
 
 
 def read_recipe(repository: Repository) -> Recipe:
@@ -147,7 +150,7 @@ def read_recipe(repository: Repository) -> Recipe:
     """
     model = repository.read_object("config_sentence_transformers.json") or {}
     kind = model.get("model_type") or _EMBEDDER
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise UnsupportedArchitectureError(
             f"{repository.name}: config_sentence_transformers.json has model_type {kind!r}; "
             f"supported: {', '.join(map(repr, _KINDS))}"
@@ -161,7 +164,7 @@ def read_recipe(repository: Repository) -> Recipe:
     common: dict[str, Any] = {
         "prompts": prompts,
         "default_prompt_name": default_prompt_name,
-        "truncate_dim": model.get("truncate_dim"),
+        "truncate_dim": read_truncate_dim(repository, model),
         "similarity_fn_name": model.get("similarity_fn_name"),
         "is_cross_encoder": kind == _CROSS_ENCODER,
         "max_active_dims": read_max_active_dims(repository, model),
@@ -194,7 +197,7 @@ def recipe_of_family(recipe: Recipe, family: Family) -> Recipe:
         recipe,
         types=family.types,
         include_prompt=family.include_prompt,
-        skips_by_text=family.skips_by_text,
+        skip_rule=family.skip_rule,
         normalize=family.normalize,
         prompts={**recipe.prompts, **family.prompts},
         default_prompt_name=recipe.default_prompt_name or family.default_prompt_name,
@@ -227,6 +230,10 @@ def _embedder(repository: Repository, modules: list[tuple[str, str]], kind: str,
     """A transformer, and what makes dense or sparse vectors of its states."""
     if modules[1:2] and modules[1][0] == "SpladePooling":
         return _splade(repository, modules, common)
+    layer_weights = None
+    if [kind for kind, _ in modules[:3]] == ["Transformer", "WeightedLayerPooling", "Pooling"]:
+        layer_weights = read_layer_weights(repository, modules[1][1])
+        modules = [modules[0], *modules[2:]]
     if len(modules) < 2 or [kind for kind, _ in modules[:2]] != ["Transformer", "Pooling"]:
         names = ", ".join(kind for kind, _ in modules)
         raise CheckpointFormatError(
@@ -246,6 +253,7 @@ def _embedder(repository: Repository, modules: list[tuple[str, str]], kind: str,
         modules=tuple(tail[:-1] if normalize else tail),
         normalize=normalize,
         sparse=sparse,
+        layer_weights=layer_weights,
         **common,
         **transformer_settings(repository, modules[0][1], kind),
     )
@@ -281,8 +289,25 @@ def _two_tower(repository: Repository, modules: list[tuple[str, str]], common: M
             f"{repository.name}: modules.json lists {', '.join(kinds)} after a model of texts and images; "
             "only Normalize is supported there"
         )
-    config = transformer_config(repository, modules[0][1])[1]
-    return Recipe(backbone=modules[0][1], normalize=bool(kinds), max_seq_length=config.get("max_seq_length"), **common)
+    name, config = transformer_config(repository, modules[0][1])
+    processing = config.get("processing_kwargs") or {}
+    text: Mapping[str, Any] = processing.get("text") or {}
+    others = [key for key, value in processing.items() if key != "text" and value]
+    # How texts are padded changes nothing in CLIP, and SigLIP's are always padded to their full length.
+    if unknown := sorted({*others, *(key for key in text if key not in ("max_length", "padding", "truncation"))}):
+        raise UnsupportedArchitectureError(
+            f"{repository.name}: {name} has processing_kwargs for {', '.join(unknown)}; supported for a model of texts "
+            "and images are max_length, padding and truncation of texts"
+        )
+    return Recipe(
+        backbone=modules[0][1],
+        normalize=bool(kinds),
+        max_seq_length=_positive(
+            repository, name, {**config, **text}, "max_length" if "max_length" in text else "max_seq_length"
+        ),
+        do_lower_case=bool(config.get("do_lower_case", False)),
+        **common,
+    )
 
 
 def _splade(repository: Repository, modules: list[tuple[str, str]], common: Mapping[str, Any]) -> Recipe:
@@ -364,6 +389,11 @@ def read_prompts(repository: Repository, model: Mapping[str, Any]) -> tuple[dict
     return prompts, default
 
 
+def read_truncate_dim(repository: Repository, model: Mapping[str, Any]) -> int | None:
+    """How many dimensions config_sentence_transformers.json says are kept; None where it says nothing."""
+    return _positive(repository, "config_sentence_transformers.json", model, "truncate_dim")
+
+
 def read_modules(repository: Repository, listed: Any) -> list[tuple[str, str]]:
     """(type, path) of every module, in the order of the list: that is the order in which they run."""
     modules = []
@@ -376,6 +406,10 @@ def read_modules(repository: Repository, listed: Any) -> list[tuple[str, str]]:
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
             raise CheckpointFormatError(f"{repository.name}: modules.json names {path!r}, outside the checkpoint")
         modules.append((kind.rsplit(".", 1)[-1], path))
+    if not modules:
+        raise CheckpointFormatError(
+            f"{repository.name}: modules.json lists no modules; a Transformer followed by a Pooling is supported"
+        )
     return modules
 
 
@@ -383,7 +417,12 @@ def transformer_config(repository: Repository, path: str) -> tuple[str, dict[str
     """The name of the file with the transformer's settings, and what it holds; empty where there is none."""
     where = f"{path}/" if path else ""
     found = ((name, repository.read_object(where + name)) for name in _TRANSFORMER_CONFIGS)
-    return next(((name, config) for name, config in found if config), ("", {}))
+    name, config = next(((name, config) for name, config in found if config), ("", {}))
+    for key in ("modality_config", "processing_kwargs"):
+        given = config.get(key) or {}
+        if not isinstance(given, dict) or not all(one is None or isinstance(one, dict) for one in given.values()):
+            raise CheckpointFormatError(f"{repository.name}: {name} has {key} {given!r:.80}, not objects by name")
+    return name, config
 
 
 def transformer_settings(repository: Repository, path: str, kind: str) -> dict[str, Any]:
@@ -394,7 +433,7 @@ def transformer_settings(repository: Repository, path: str, kind: str) -> dict[s
     known = _KINDS.get(kind, _KINDS[_EMBEDDER])
     output, text_output = _TASKS.get(task, (None, None))
     processing = config.get("processing_kwargs") or {}
-    template = processing.get("chat_template") if kind == _CROSS_ENCODER else None
+    template = processing.get("chat_template") if "message" in modalities or kind == _CROSS_ENCODER else None
     for key, value, supported in (
         ("transformer_task", config.get("transformer_task"), known),
         ("module_output_name", config.get("module_output_name"), (output,)),
@@ -406,14 +445,19 @@ def transformer_settings(repository: Repository, path: str, kind: str) -> dict[s
             raise UnsupportedArchitectureError(
                 f"{repository.name}: {name} has {key} {value!r}; supported: {', '.join(map(repr, supported)) or 'none'}"
             )
-    length = config.get("max_seq_length")
-    if length is not None and not (is_int(length) and length > 0):
-        raise CheckpointFormatError(f"{repository.name}: {name} has max_seq_length {length!r}, not a positive integer")
-    settings = {"max_seq_length": length, "do_lower_case": bool(config.get("do_lower_case", False))}
-    if kind == _CROSS_ENCODER and "message" in modalities:
+    length = _positive(repository, name, config, "max_seq_length")
+    settings: dict[str, Any] = {"max_seq_length": length, "do_lower_case": bool(config.get("do_lower_case", False))}
+    if "message" in modalities:
         settings["message_format"] = modalities["message"].get("format", "structured")
         settings["template_variables"] = template or {}
     return settings
+
+
+def _positive(repository: Repository, name: str, config: Mapping[str, Any], key: str) -> int | None:
+    number: int | None = config.get(key)
+    if number is not None and not (is_int(number) and number > 0):
+        raise CheckpointFormatError(f"{repository.name}: {name} has {key} {number!r}, not a positive integer")
+    return number
 
 
 def _pooling(repository: Repository, path: str) -> tuple[tuple[PoolingType, ...], bool]:

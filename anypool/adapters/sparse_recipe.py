@@ -61,7 +61,7 @@ def read_splade(repository: Repository, path: str) -> SpladeRecipe:
     config, where = _config(repository, path, _SPLADE_KEYS)
     strategy, act = config.get("pooling_strategy", "max"), config.get("activation_function", "relu")
     for key, value, known in (("pooling_strategy", strategy, _STRATEGIES), ("activation_function", act, _TWICE)):
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             raise CheckpointFormatError(f"{where} has {key} {value!r}; known: {', '.join(known)}")
     return SpladeRecipe(strategy=_STRATEGIES[strategy], twice=_TWICE[act])
 

@@ -43,7 +43,8 @@ def read_static(folder: Repository) -> StaticRecipe:
     tokenizer = folder.read_object("tokenizer.json")
     if tokenizer is None:
         raise CheckpointFormatError(f"{folder.name}: a StaticEmbedding needs tokenizer.json beside its weights")
-    length = (tokenizer.get("truncation") or {}).get("max_length")
+    truncation = tokenizer.get("truncation")
+    length = truncation.get("max_length") if isinstance(truncation, Mapping) else None
     return StaticRecipe(max_length=_length(folder, "tokenizer.json", length))
 
 

@@ -13,6 +13,7 @@ from anypool.adapters.colpali_engine import PageProcessor, find_wording
 from anypool.adapters.load import LoadedModel
 from anypool.adapters.processors import load_processor
 from anypool.engine.images import open_image
+from anypool.engine.patch_grids import patch_grids
 from anypool.engine.prompts import ImagePrompt
 from anypool.errors import InvalidPromptError, PromptTooLongError
 from anypool.model_executor.images import ImageInputs
@@ -57,12 +58,17 @@ class ImagePrompts:
 
     def texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of texts without images, for models that own their texts."""
-        processor, length = self.processor(), self._loaded.config.max_positions
+        processor = self.processor()
         if self._input == "page":
             with self._lock:
                 batch = processor.process_queries(text=list(texts), return_tensors="pt")
             masks = batch["attention_mask"].bool()
             return [row[mask].tolist() for row, mask in zip(batch["input_ids"], masks, strict=True)]
+        recipe, length = self._loaded.recipe, self._loaded.config.max_positions
+        if recipe.max_seq_length is not None:
+            length = min(length, recipe.max_seq_length)
+        if recipe.do_lower_case:
+            texts = [text.lower() for text in texts]
         with self._lock:
             batch = processor.tokenizer(list(texts), padding="max_length", max_length=length)
         rows: list[list[int]] = batch["input_ids"]
@@ -113,6 +119,10 @@ class ImagePrompts:
             )
         return ids, inputs
 
+    def has_placeholder(self, text: str) -> bool:
+        """Whether a text says where an image stands."""
+        return self._input == "inline" and str(self.processor().image_token) in text
+
     def refuse_image_tokens(self, ids: Sequence[int], index: int) -> None:
         """Refuses a prompt that has image tokens and no images: its vector would be one of nothing."""
         tokens: tuple[int, ...] = getattr(self._loaded.model, "image_token_ids", ())
@@ -141,7 +151,7 @@ class ImagePrompts:
             batch = processor.process_images(images=images, return_tensors="pt")
         if "image_grid_thw" in batch:  # a row of patches per image, padded, where the tower takes patches
             batch["pixel_values"] = batch["pixel_values"].flatten(0, 1)
-        return _split(batch, len(images))
+        return self._split(batch, len(images))
 
     def _inline(self, images: list[Any], text: str | None, where: str, special: bool) -> tuple[list[int], ImageInputs]:
         processor = self.processor()
@@ -163,13 +173,21 @@ class ImagePrompts:
         extra: dict[str, Any] = {} if special else {"add_special_tokens": False}
         with self._lock:
             batch = processor(text=[text], images=[images], return_tensors="pt", **extra)
-        return _split(batch, len(images))
+        return self._split(batch, len(images))
 
-
-def _split(batch: Mapping[str, Any], count: int) -> tuple[list[int], ImageInputs]:
-    """A processor's answer for one prompt: ids, and tensors per token and per image."""
-    ids: torch.Tensor = batch["input_ids"][0]
-    rest = {name: tensor for name, tensor in batch.items() if name not in _NOT_FOR_THE_MODEL}
-    by_token = {name: tensor[0] for name, tensor in rest.items() if name.endswith("token_type_ids")}
-    tensors = {name: torch.as_tensor(tensor) for name, tensor in rest.items() if name not in by_token}
-    return ids.tolist(), ImageInputs(tensors, by_token, count)
+    def _split(self, batch: Mapping[str, Any], count: int) -> tuple[list[int], ImageInputs]:
+        """A processor's answer for one prompt: ids, and tensors per token and per image."""
+        ids: list[int] = batch["input_ids"][0].tolist()
+        rest = {name: tensor for name, tensor in batch.items() if name not in _NOT_FOR_THE_MODEL}
+        by_token = {name: tensor[0] for name, tensor in rest.items() if name.endswith("token_type_ids")}
+        tensors = {name: torch.as_tensor(tensor) for name, tensor in rest.items() if name not in by_token}
+        model: Any = self._loaded.model
+        grids = patch_grids(
+            ids,
+            tensors,
+            count,
+            image_token=next(iter(model.image_token_ids), None),
+            patch_size=model.patch_size,
+            image_processor=getattr(self.processor(), "image_processor", None),
+        )
+        return ids, ImageInputs(tensors, by_token, count, grids)

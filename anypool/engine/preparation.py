@@ -10,12 +10,14 @@ from typing import Any
 from anypool.adapters.load import LoadedModel
 from anypool.adapters.multi_vector import MultiVector, Side
 from anypool.adapters.rerank_templates import TemplatedPrompt
+from anypool.config import require
 from anypool.engine.fitting import Fitted, Fitting
 from anypool.engine.image_prompts import ImagePrompts
 from anypool.engine.lookup import Lookup
 from anypool.engine.prompts import ImagePrompt, Prompt, TextPair, check_prompt, check_text
 from anypool.engine.request import Request
 from anypool.engine.spans import SpannedPrompt, token_spans
+from anypool.engine.text_template import TextTemplate
 from anypool.engine.tokenization import Tokenizer, kept_positions
 from anypool.engine.windows import combination
 from anypool.errors import (
@@ -46,6 +48,7 @@ class PromptOptions:
         truncation_side: "right" or "left": which end is cut; None for the tokenizer's own.
         special_tokens: Whether texts get the tokenizer's special tokens; False for texts that hold them already, such
             as rendered chats. Pairs always get theirs.
+        is_rendered: Whether texts have been through a chat template already.
     """
 
     prompt_name: str | None = None
@@ -53,6 +56,7 @@ class PromptOptions:
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     special_tokens: bool = True
+    is_rendered: bool = False
 
 
 class Preparation:
@@ -72,6 +76,12 @@ class Preparation:
         self.tokenizer = tokenizer
         self._fitting = Fitting(loaded, tokenizer, max_model_len)
         self._images = ImagePrompts(loaded, max_model_len)
+        self._template = TextTemplate.of(loaded, tokenizer)
+        require(
+            self._template is None or not self._fitting.in_windows,
+            f"PoolerConfig: enable_chunked_processing is not supported for {loaded.config.name}, which reads each text "
+            "in its chat template",
+        )
         self._ids = itertools.count()
         router = loaded.recipe.router
         if router is not None and router.table is not None and loaded.defaults.sparse is not None:
@@ -151,6 +161,11 @@ class Preparation:
         limit = self._fitting.limit(options.truncate_prompt_tokens)
         side = self._side(options)
         prefix, skip = self._prompt_prefix(options)
+        template = None if options.is_rendered else self._template
+        if template is not None:
+            prompts = [self._in_template(template, one, index, prefix) for index, one in enumerate(prompts)]
+            ending, skip, prefix = template.ending(prefix), 0, ""
+            options = replace(options, special_tokens=False)
         spans = [prompt if isinstance(prompt, SpannedPrompt) else None for prompt in prompts]
         checked = [check_prompt(p.prompt if isinstance(p, SpannedPrompt) else p, i) for i, p in enumerate(prompts)]
         if limit is None:
@@ -175,6 +190,8 @@ class Preparation:
                 before = prefix if isinstance(prompt, str) else ""
                 ids, skipped = next(texts) if isinstance(prompt, str) else (prompt, 0)
                 around = self._images.around if isinstance(prompt, str) else None
+                if template is not None and isinstance(prompt, str):
+                    around = [], ending
                 tokens = self._fitting.single(ids, index, limit, side=side, prefix=before, skip=skipped, around=around)
             for one in (plan, *others):
                 self._check_ids(tokens, index, one)
@@ -187,6 +204,22 @@ class Preparation:
             also = tuple(self._request(tokens, one, index, best=best, images=images) for one in others)
             requests.append(self._request(tokens, plan, index, best=best, images=images, also=also))
         return requests
+
+    def _in_template(self, template: TextTemplate, prompt: Any, index: int, prefix: str) -> Any:
+        """A prompt as the checkpoint's chat template writes it; token ids and images with placeholders as they are."""
+        prompt = check_prompt(prompt, index) if not isinstance(prompt, SpannedPrompt) else prompt
+        if isinstance(prompt, str):
+            return template.render(prompt, prefix)
+        if isinstance(prompt, ImagePrompt):
+            if self._images.has_placeholder(prompt.text or ""):
+                return prompt
+            return replace(prompt, text=template.render(prompt.text, images=len(prompt.images)))
+        if isinstance(prompt, (TextPair, SpannedPrompt)):
+            raise InvalidPromptError(
+                f"input {index} is {'a pair of texts' if isinstance(prompt, TextPair) else 'a text with spans'}, and "
+                f"{self.loaded.config.name} reads each text in its chat template"
+            )
+        return prompt
 
     def _token_vectors(
         self,
@@ -307,7 +340,7 @@ class Preparation:
     def offsets(self, prompt: Prompt, request: Request, options: PromptOptions) -> list[tuple[int, int]] | None:
         """Start and end in characters of each of a request's tokens in its text, without the prompt before it."""
         text = check_prompt(prompt, 0)
-        if not isinstance(text, str) or self.tokenizer is None:
+        if not isinstance(text, str) or self.tokenizer is None or self._template is not None:
             return None
         prefix, _ = self._prompt_prefix(options)
         return self._offsets(text, prefix, len(request.token_ids), request.num_truncated_tokens, self._side(options))
@@ -371,12 +404,14 @@ class Preparation:
             )
         if prefix == "" or recipe.include_prompt or self.tokenizer is None:
             return prefix, 0
+        if recipe.skip_rule == "bare prompt":
+            return prefix, len(self.tokenizer.encode([prefix], special_tokens=False)[0])
         added = 0 if options.special_tokens else len(self.tokenizer.prefix_ids)
         return prefix, self.tokenizer.prompt_length(prefix) - added
 
     def _skips(self, prompts: Sequence[object], encoded: Sequence[list[int]], skip: int) -> list[int]:
         """How many leading tokens of each text are not pooled: the prompt's, or all but as many as it has alone."""
-        if not self.loaded.recipe.skips_by_text or self.tokenizer is None:
+        if self.loaded.recipe.skip_rule != "all but text" or self.tokenizer is None:
             return [skip] * len(encoded)
         alone = self._encode([prompt for prompt in prompts if isinstance(prompt, str)], special_tokens=False)
         return [max(0, len(ids) - len(text)) for ids, text in zip(encoded, alone, strict=True)]

@@ -49,9 +49,12 @@ def _load_tokenizer(config: EngineConfig, opened: OpenedModel) -> Tokenizer | No
     static = opened.recipe.static
     if static is not None:
         return Tokenizer.load_bare(repository, drops_unknown=static.drops_unknown)
-    return Tokenizer.load(
+    tokenizer = Tokenizer.load(
         repository, do_lower_case=opened.recipe.do_lower_case, trust_remote_code=config.trust_remote_code
     )
+    if opened.config.family is not None and opened.config.family.adds_eos:
+        tokenizer.end_with(tokenizer.named_tokens.get("eos_token", "</s>"))
+    return tokenizer
 
 
 def resolve(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer | None) -> EngineConfig:

@@ -138,6 +138,19 @@ class Tokenizer:
         backend.post_processor = None
         return cls(backend, dropped_id=_unknown_id(backend) if drops_unknown else None)
 
+    def end_with(self, token: str) -> None:
+        """Puts one more special token after each text; a text that is cut keeps it."""
+        from tokenizers.processors import TemplateProcessing
+
+        before, after = ([str(self._backend.id_to_token(i)) for i in ids] for ids in (self.prefix_ids, self.suffix_ids))
+        around = [*before, *after, token]
+        self._backend.post_processor = TemplateProcessing(
+            single=[*before, "$A", *after, token],
+            pair=[*before, "$A", "$B", *after, token],
+            special_tokens=[(name, self.token_id(name)) for name in dict.fromkeys(around)],
+        )
+        self.prefix_ids, self.suffix_ids = self._surroundings()
+
     def encode(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each text, uncut, with the special tokens around it unless they are switched off."""
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens)

@@ -79,6 +79,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         else loaded.multi_vector.recipe.similarity,
         "prompts": dict(recipe.prompts),
         "default_prompt_name": recipe.default_prompt_name,
+        "texts_in_chat_template": recipe.message_format is not None and not recipe.is_cross_encoder,
         "max_model_len": engine.max_model_len,
         "enable_chunked_processing": loaded.pooler_config.enable_chunked_processing,
         "vocab_size": loaded.config.vocab_size,
@@ -340,4 +341,5 @@ def _prompts(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if not facts["prompts"]:
         return [("prompts", "none")]
     rows = [("prompts", f"{name}: {text!r}") for name, text in facts["prompts"].items()]
-    return [*rows, ("default prompt", facts["default_prompt_name"] or "none")]
+    rows.append(("default prompt", facts["default_prompt_name"] or "none"))
+    return [*rows, ("texts", "in the chat template")] if facts["texts_in_chat_template"] else rows

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         configs.append(EngineConfig.from_kwargs(**{**given, "model": model, "served_model_name": name or None}))
     names = [config.served_model_name or config.model for config in configs]
     require(len(set(names)) == len(names), f"two models have one name: {', '.join(names)}; give --model NAME=MODEL")
-    with bind(options.host, options.port) as sock, _ending_at_sigterm():
+    with bind(options.host, options.port) as sock, _ending_by_signal():
         engines: list[Engine] = []
         try:
             for config in configs:
@@ -59,10 +59,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _ending_at_sigterm() -> Iterator[None]:
-    """Exits with 0 at SIGTERM. The server drains at it first, and it is raised again when that is done."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+def _ending_by_signal() -> Iterator[None]:
+    """Exits with 0 at SIGTERM. The server drains at it first, and it is raised again when that is done.
+
+    SIGHUP, which a terminal sends that closes, is one more SIGTERM, unless it is ignored, as under nohup.
+    """
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))}
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda number, frame: signal.raise_signal(signal.SIGTERM))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

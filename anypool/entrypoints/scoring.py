@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -348,7 +349,7 @@ def _fusion_weights(engine: Engine, fuse: bool | Sequence[float]) -> tuple[float
     if fuse is True:
         return _FUSION_WEIGHTS
     given = tuple(fuse) if isinstance(fuse, (list, tuple)) else ()
-    if len(given) != 3 or not all(is_number(one) and one >= 0 for one in given) or sum(given) <= 0:
+    if len(given) != 3 or not all(is_number(one) and one >= 0 for one in given) or not 0 < sum(given) < inf:
         raise InvalidParameterError(
             f"fuse={fuse!r} is neither True nor three weights, of dense, sparse and token vectors, that are not all 0",
             param="fuse",

@@ -26,7 +26,9 @@ _IRRELEVANT = frozenset(
     "pooler_num_fc_layers pooler_size_per_head pooler_type prefix pretraining_tp pruned_heads qa_dropout "
     "reference_compile repad_logits_with_grad return_dict sep_token_id seq_classif_dropout "
     "sparse_pred_ignore_index sparse_prediction task_specific_params tie_weights_ torch_dtype torchscript "
-    "transformers_version use_bfloat16 use_cache".split()
+    "transformers_version use_bfloat16 use_cache "
+    # of NV-Embed, whose family says what it does
+    "add_eos add_pad_token is_mask_instruction latent_attention_config mask_type padding_side text_config".split()
 )
 
 

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
-from anypool.errors import UnsupportedArchitectureError
+from anypool.errors import CheckpointFormatError, UnsupportedArchitectureError
 from anypool.pooling.methods import PoolingType
+
+# The tokens of the prompt with the special ones before it; its tokens alone, whatever stands before them; or all but as
+# many last tokens as the text has by itself.
+SkipRule = Literal["prompt", "bare prompt", "all but text"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +28,8 @@ class Family:
         include_prompt: Whether tokens of a prompt take part in pooling, where no file says.
         prompts: Text put before an input, by name.
         default_prompt_name: The prompt used where none is asked for.
-        skips_by_text: Whether all is left out of pooling but as many last tokens as the text alone has.
+        skip_rule: How many leading tokens a prompt that is not pooled takes; see `SkipRule`.
+        adds_eos: Whether `eos_token` is put after each text.
         norms_before_cut: Whether embeddings are layer-normalised, without weights, before they are cut.
     """
 
@@ -34,7 +39,8 @@ class Family:
     include_prompt: bool = True
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
-    skips_by_text: bool = False
+    skip_rule: SkipRule = "prompt"
+    adds_eos: bool = False
     norms_before_cut: bool = False
 
 
@@ -72,8 +78,49 @@ _GRITLM = Family(
 )
 
 
+# What transformers' MistralConfig has where config.json is silent, which writes no defaults for a part of a model.
+_MISTRAL_DEFAULTS = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131_072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32_000,
+}
+
+
+def _nv_embed(raw: Mapping[str, Any], name: str) -> Family:
+    """NV-Embed (Lee et al., arXiv:2405.17428). It counts a prompt's tokens without the one that stands before them."""
+    text, latent = raw.get("text_config") or {}, raw.get("latent_attention_config") or {}
+    if not (isinstance(text, Mapping) and isinstance(latent, Mapping)):
+        raise CheckpointFormatError(f"{name}: text_config and latent_attention_config of config.json must be objects")
+    own = {"model_type": "mistral", "architectures": ["NVEmbedModel"], "is_causal": False, "sliding_window": None}
+    return Family(
+        config={**_MISTRAL_DEFAULTS, **text, **own},
+        types=(PoolingType.MEAN,),
+        normalize=True,
+        include_prompt=False,
+        skip_rule="bare prompt",
+        adds_eos=True,
+    )
+
+
 # Nomic Embed v1.5 (Nussbaum et al., arXiv:2402.01613), whose authors cut a layer-normalised vector.
 _NOMIC = Family(norms_before_cut=True)
+
+
+# What no backbone with a pooler can give, by the name in `architectures` or of the class in `auto_map`.
+_REFUSED = {
+    "JinaForRanking": "it scores all documents of a list in one prompt (jina-reranker-v3)",
+    "XLMRobertaLoRA": "each of its tasks has low-rank adapters of its own (jina-embeddings-v3)",
+}
+
+
+def _own_code(raw: Mapping[str, Any]) -> Mapping[str, str]:
+    """Where the code is that comes with a checkpoint, by the class that it stands for."""
+    given = raw.get("auto_map")
+    return {key: str(place) for key, place in given.items()} if isinstance(given, Mapping) else {}
 
 
 def find_family(
@@ -88,16 +135,22 @@ def find_family(
         trust_remote_code: Whether its own code runs.
 
     Raises:
-        UnsupportedArchitectureError: It is of LLM2Vec, and read in a way that is not supported.
+        UnsupportedArchitectureError: It is of a family that is known and not supported.
     """
-    own_code = raw.get("auto_map") or {}
+    own_code, listed = _own_code(raw), raw.get("architectures")
+    architectures = [one for one in listed if isinstance(one, str)] if isinstance(listed, list) else []
+    classes = {*architectures, *(place.rsplit(".", 1)[-1] for place in own_code.values())}
+    for refused in sorted(classes & set(_REFUSED)):
+        raise UnsupportedArchitectureError(f"{name}: {refused} is not supported: {_REFUSED[refused]}")
     if raw.get("model_type") == "nomic_bert":
         return _NOMIC
     if trust_remote_code and own_code:
         return None
-    [architecture, *_] = raw.get("architectures") or [""]
-    if architecture == "GritLM" or any("modeling_gritlm" in str(place) for place in own_code.values()):
+    [architecture, *_] = architectures or [""]
+    if architecture == "GritLM" or any("modeling_gritlm" in place for place in own_code.values()):
         return _GRITLM
+    if architecture == "NVEmbedModel":
+        return _nv_embed(raw, name)
     if architecture == "LlamaBidirectionalModel":  # of NVIDIA
         return _in_both_directions("llama", "LlamaModel")
     if llm2vec is not None or architecture in _LLM2VEC:
@@ -121,7 +174,7 @@ def _llm2vec(raw: Mapping[str, Any], settings: Mapping[str, Any], architecture: 
     if problem is not None:
         raise UnsupportedArchitectureError(f"{name} is a model of LLM2Vec, and {problem}")
     both = _in_both_directions(model_type, _LLM2VEC_CLASSES[model_type])
-    return replace(both, types=(PoolingType.MEAN,), normalize=False, include_prompt=False, skips_by_text=True)
+    return replace(both, types=(PoolingType.MEAN,), normalize=False, include_prompt=False, skip_rule="all but text")
 
 
 # How the nomic_bert checkpoints name what transformers names otherwise.
@@ -173,7 +226,7 @@ def translate(raw: dict[str, Any], name: str) -> dict[str, Any]:
 
 def refuse_unknown_attention(raw: Mapping[str, Any], name: str) -> None:
     """Refuses a decoder made for embeddings whose own code decides which way it attends, where no key says that."""
-    own_code = raw.get("auto_map") or {}
+    own_code = _own_code(raw)
     if "AutoModel" not in own_code or any(key in raw for key in ("is_causal", "use_bidirectional_attention")):
         return
     raise UnsupportedArchitectureError(

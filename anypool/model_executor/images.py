@@ -15,6 +15,20 @@ import torch
 CACHE_BYTES = 256 * 1024 * 1024
 
 
+@dataclass(frozen=True)
+class PatchGrid:
+    """The patches of one image, which cover the whole of it in equal cells.
+
+    Attributes:
+        rows, columns: Its size in patches.
+        first: Place of the first of its tokens in the prompt; the others follow, row by row from the top left.
+    """
+
+    rows: int
+    columns: int
+    first: int
+
+
 @dataclass(frozen=True, eq=False)
 class ImageInputs:
     """What a processor made of the images of one prompt.
@@ -23,11 +37,13 @@ class ImageInputs:
         tensors: What the vision tower takes, by the name of its argument, on the host.
         by_token: `[L]` per token of the prompt, such as `token_type_ids`, by name.
         count: How many images there are.
+        grids: The patches of each image; None where they are no single grid.
     """
 
     tensors: Mapping[str, torch.Tensor]
     by_token: Mapping[str, torch.Tensor] = field(default_factory=dict)
     count: int = 1
+    grids: tuple[PatchGrid, ...] | None = None
 
     @cached_property
     def digest(self) -> bytes:

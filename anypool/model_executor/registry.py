@@ -35,6 +35,7 @@ _NATIVE: dict[str, str] = {
     "MistralModel": "mistral:MistralForCausalLM",
     "ModernBertForMaskedLM": "modernbert:ModernBertModel",
     "ModernBertModel": "modernbert:ModernBertModel",
+    "NVEmbedModel": "nv_embed:NVEmbedModel",
     "Qwen2ForCausalLM": "qwen:Qwen2ForCausalLM",
     "Qwen2Model": "qwen:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "qwen:Qwen3ForCausalLM",

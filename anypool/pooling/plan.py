@@ -340,6 +340,10 @@ def _check_columns(asked: Sequence[int], scores: ScoreDefaults) -> tuple[int, ..
                 f"returned_token_ids has {column}; the head has the columns 0 to {scores.columns - 1}",
                 param="returned_token_ids",
             )
+    if len(set(asked)) < len(asked):  # else a few bytes of a request could ask for any amount of memory
+        raise InvalidParameterError(
+            "returned_token_ids names a column twice: give each once", param="returned_token_ids"
+        )
     return tuple(asked)
 
 

@@ -376,6 +376,44 @@ def test_a_checkpoint_without_its_projection_or_its_tokenizer_is_an_error() -> N
         LLM(FIXTURES / "pylate", device="cpu", skip_tokenizer_init=True)
 
 
+@pytest.mark.parametrize("name", ["pylate", "multi-vector"])
+def test_a_list_of_no_modules_is_an_error(name: str) -> None:
+    folder = copy_of(FIXTURES / "pylate" if name == "pylate" else encoder(tiny_bert())[0])
+    (folder / "modules.json").write_text("[]")
+    with pytest.raises(CheckpointFormatError, match=r"modules\.json lists no modules"):
+        LLM(folder, device="cpu")
+
+
+PYLATE_SETTINGS = "config_sentence_transformers.json"
+TRANSFORMER = "sentence_bert_config.json"
+
+
+@pytest.mark.parametrize(
+    ("folder", "file", "key", "value", "what"),
+    [
+        ("pylate", PYLATE_SETTINGS, "skiplist_words", [1], "not a list of texts"),
+        ("pylate", PYLATE_SETTINGS, "query_prefix", 5, "not a text"),
+        ("pylate", PYLATE_SETTINGS, "attend_to_expansion_tokens", "false", "not true or false"),
+        ("pylate", PYLATE_SETTINGS, "truncate_dim", "8", "not a positive integer"),
+        ("stanford", "artifact.metadata", "query_token_id", 7, "not a text"),
+        ("encoder", "2_MultiVectorMask/config.json", "skiplist_tasks", 4, "not a list of texts"),
+        ("encoder", "4_HierarchicalTokenPooling/config.json", "tasks", 4, "not a list of texts"),
+        ("encoder", "4_HierarchicalTokenPooling/config.json", "normalize_embeddings", "no", "not true or false"),
+        ("encoder", TRANSFORMER, "query_expansion", {**FIXED, "token": 5}, "token 5, not a text"),
+        ("encoder", TRANSFORMER, "modality_config", {"text": "x"}, "not objects by name"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_values_of_the_wrong_kind_are_named(folder: str, file: str, key: str, value: Any, what: str) -> None:
+    if folder == "encoder":
+        path, _ = encoder(tiny_bert(), dense(32, 16), HierarchicalTokenPooling(2.0), query_expansion=FIXED)
+    else:
+        path = copy_of(FIXTURES / folder)
+    edit_json(path / file, lambda config: config.update({key: value}))
+    with pytest.raises(CheckpointFormatError, match=what):
+        LLM(path, device="cpu")
+
+
 def test_expansion_on_the_left_or_longer_than_the_model_takes_is_an_error() -> None:
     folder = copy_of(FIXTURES / "pylate")
     edit_json(folder / "tokenizer_config.json", lambda c: c.update(padding_side="left"))

@@ -13,12 +13,18 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize
-from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding
+from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding, WeightedLayerPooling
 from tokenizers import Tokenizer
 from torch import nn
 
 from anypool import PoolerConfig, PoolingParams
-from anypool.errors import CheckpointFormatError, InvalidPromptError, UnsupportedArchitectureError
+from anypool.errors import (
+    CheckpointFormatError,
+    ConfigError,
+    InvalidParameterError,
+    InvalidPromptError,
+    UnsupportedArchitectureError,
+)
 from tests.helpers import (
     HIDDEN,
     MAX_POSITIONS,
@@ -33,6 +39,7 @@ from tests.helpers import (
     reference,
     save,
     save_sentence_transformer,
+    tiny_bert,
     tiny_llama,
     vectors,
     wordpiece_tokenizer,
@@ -116,6 +123,31 @@ def test_embedding_gemma_equals_sentence_transformers(prompt_name: str | None) -
 def test_embedding_gemma_is_cut_and_then_normalised() -> None:
     expected = reference(embedding_gemma(), RAGGED, truncate_dim=8, normalize_embeddings=True)
     assert_close(embed(embedding_gemma(), RAGGED, engine={"pooler_config": PoolerConfig(dimensions=8)}), expected)
+
+
+# Qwen3-Embedding
+
+
+@pytest.mark.parametrize("prompt", ["Instruct: find a cat\nQuery:", ""], ids=["query", "document"])
+def test_qwen3_embedding_equals_sentence_transformers(prompt: str) -> None:
+    torch.manual_seed(14)
+    tokenizer = byte_tokenizer("$A </s>", model_max_length=MAX_POSITIONS, padding_side="left")
+    config = hf.Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=64,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+    )
+    backbone = save(hf.Qwen3ForCausalLM(config), tokenizer, "qwen3-embedding")
+    folder = save_sentence_transformer(backbone, Pooling(HIDDEN, "lasttoken"), Normalize())
+    ours = embed(folder, RAGGED, prompt=prompt, engine={"model_impl": "native"})
+    assert_close(ours, reference(folder, RAGGED, prompt=prompt))
 
 
 # Tables of token vectors
@@ -317,6 +349,87 @@ def test_the_bidirectional_llama_of_nvidia_is_the_mean_of_all_tokens() -> None:
     assert_close(embed(folder, SHORT), nn.functional.normalize(torch.stack(expected), dim=-1))
 
 
+LATENT = {
+    "num_latents_value": 12,
+    "num_cross_heads": 2,
+    "hidden_dim": HIDDEN,
+    "latent_dim": HIDDEN,
+    "cross_dim_head": 6,
+}
+
+
+@cache
+def nv_embed() -> Path:
+    """The Mistral under the names of NV-Embed's files, with a random latent array."""
+    folder = copy_of(tiny_mistral())
+    torch.manual_seed(13)
+    block = "latent_attention_model.cross_attend_blocks."
+    shapes = {
+        "latent_attention_model.latents": (12, HIDDEN),
+        **{f"{block}{name}.{kind}": (HIDDEN,) for name in ("0.norm", "0.norm_context", "1.norm") for kind in NORM},
+        f"{block}0.fn.to_q.weight": (12, HIDDEN),
+        f"{block}0.fn.to_kv.weight": (24, HIDDEN),
+        f"{block}0.fn.to_out.weight": (HIDDEN, 12),
+        f"{block}1.fn.net.0.weight": (8 * HIDDEN, HIDDEN),
+        f"{block}1.fn.net.0.bias": (8 * HIDDEN,),
+        f"{block}1.fn.net.2.weight": (HIDDEN, 4 * HIDDEN),
+        f"{block}1.fn.net.2.bias": (HIDDEN,),
+    }
+    stored = load_file(folder / "model.safetensors")
+    decoder = {name.replace("model.", "embedding_model."): x for name, x in stored.items() if name != "lm_head.weight"}
+    save_file(
+        {**decoder, **{name: torch.randn(shape) * 0.3 for name, shape in shapes.items()}}, folder / "model.safetensors"
+    )
+    text = json.loads((folder / "config.json").read_text())
+    whole = {"model_type": "nvembed", "architectures": ["NVEmbedModel"], "auto_map": {"AutoModel": "m.NVEmbedModel"}}
+    more = {"text_config": {**text, "model_type": "bidir_mistral"}, "latent_attention_config": LATENT, "add_eos": True}
+    edit_json(folder / "config.json", lambda _: {**whole, **more})
+    return folder
+
+
+NORM = ("weight", "bias")
+
+
+def latent_states(hidden_TD: torch.Tensor) -> torch.Tensor:
+    """The formula of NV-Embed's latent attention."""
+    tensors = load_file(nv_embed() / "model.safetensors")
+    block, latents = "latent_attention_model.cross_attend_blocks.", tensors["latent_attention_model.latents"]
+
+    def normed(name: str, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(x, (HIDDEN,), *(tensors[f"{block}{name}.{kind}"] for kind in NORM))
+
+    def product(name: str, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, tensors[f"{block}{name}.weight"], tensors.get(f"{block}{name}.bias"))
+
+    q = product("0.fn.to_q", normed("0.norm", hidden_TD)).view(-1, 2, 6)
+    k, v = (x.view(-1, 2, 6) for x in product("0.fn.to_kv", normed("0.norm_context", latents)).chunk(2, dim=-1))
+    shares = (torch.einsum("thk,rhk->htr", q, k) / 6**0.5).softmax(dim=-1)
+    hidden_TD = hidden_TD + product("0.fn.to_out", torch.einsum("htr,rhk->thk", shares, v).flatten(1))
+    factor, gate = product("1.fn.net.0", normed("1.norm", hidden_TD)).chunk(2, dim=-1)
+    return hidden_TD + product("1.fn.net.2", factor * nn.functional.gelu(gate))
+
+
+@pytest.mark.parametrize("prompt", ["", "Instruct: find\nQuery: "], ids=["document", "query"])
+def test_nv_embed_is_the_mean_of_latent_states_with_its_count_of_the_instruction(prompt: str) -> None:
+    skip = len(ids_of(tiny_mistral(), prompt, special=False))
+    eos = 2
+    expected = []
+    for text in SHORT:
+        rows = latent_states(unmasked(tiny_mistral(), [*ids_of(tiny_mistral(), prompt + text), eos]))
+        expected.append(nn.functional.normalize(rows[skip:].mean(dim=0), dim=0))
+    assert_close(embed(nv_embed(), SHORT, prompt=prompt), torch.stack(expected))
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [("JinaForRanking", {}), ("Qwen3ForCausalLM", {"auto_map": {"AutoModel": "m.JinaForRanking"}})],
+    ids=["by-name", "by-code"],
+)
+def test_a_listwise_reranker_is_refused_by_its_name(marks: tuple[str, Any]) -> None:
+    with pytest.raises(UnsupportedArchitectureError, match="JinaForRanking is not supported: it scores all documents"):
+        embed(renamed(tiny_llama(), marks[0], **marks[1]), SHORT)
+
+
 def test_an_adapter_beside_a_model_is_refused() -> None:
     folder = copy_of(tiny_llama())
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "some/base"}')
@@ -422,3 +535,88 @@ def test_a_nomic_vector_is_layer_normalised_before_it_is_cut() -> None:
 def test_a_nomic_variant_that_transformers_does_not_have_is_refused() -> None:
     with pytest.raises(UnsupportedArchitectureError, match="moe_every_n_layers=2; only 0"):
         embed(as_published(nomic(), moe_every_n_layers=2), RAGGED)
+
+
+# Several layers
+
+
+TINY = {
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": MAX_POSITIONS,
+    "initializer_range": 0.2,
+    "output_hidden_states": True,
+}
+LAYERED = {
+    "bert": (hf.BertModel, hf.BertConfig, {}),
+    "deberta": (hf.DebertaV2Model, hf.DebertaV2Config, {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
+    "modernbert": (hf.ModernBertModel, hf.ModernBertConfig, {"pad_token_id": 0, "local_attention": 16}),
+    "qwen3": (hf.Qwen3Model, hf.Qwen3Config, {"num_key_value_heads": 2, "head_dim": 8}),
+    "gemma2": (hf.Gemma2Model, hf.Gemma2Config, {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8}),
+}
+
+
+def layered(family: str, *, start: int = 1, **settings: Any) -> Path:
+    """A checkpoint that pools a weighted mean of its layers."""
+    torch.manual_seed(12)
+    model, config, options = LAYERED[family]
+    tokenizer = wordpiece_tokenizer(model_max_length=MAX_POSITIONS)
+    values = {**TINY, "vocab_size": len(tokenizer), **options, **settings}
+    backbone = save(model(config(**values)), tokenizer, family)
+    mix = WeightedLayerPooling(HIDDEN, num_hidden_layers=3, layer_start=start)
+    nn.init.uniform_(mix.layer_weights, 0.2, 2.0)
+    return save_sentence_transformer(backbone, mix, Pooling(HIDDEN, "mean"))
+
+
+@pytest.mark.parametrize("start", [0, 2])
+@pytest.mark.parametrize("family", sorted(LAYERED))
+def test_weighted_layers_equal_sentence_transformers(family: str, start: int) -> None:
+    folder = layered(family, start=start)
+    assert_close(embed(folder, RAGGED, engine={"model_impl": "native"}), reference(folder, RAGGED))
+
+
+def test_weighted_layers_have_no_effect_without_hidden_states_as_in_sentence_transformers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = layered("bert", output_hidden_states=False)
+    assert_close(embed(folder, RAGGED), reference(folder, RAGGED))
+    assert "has no effect" in caplog.text
+
+
+def test_weighted_layers_are_refused_where_only_the_last_is_there() -> None:
+    with pytest.raises(UnsupportedArchitectureError, match="hidden states of all layers"):
+        embed(layered("bert"), RAGGED, engine={"model_impl": "transformers"})
+
+
+# A Dense for each size
+
+
+@cache
+def with_choice() -> Path:
+    """A checkpoint with Dense folders for 16, 24 and 48 dimensions, of which modules.json names the second."""
+    folder = save_sentence_transformer(tiny_bert(), Pooling(HIDDEN, "mean"), projection(HIDDEN, 24))
+    for size in (16, 24, 48):
+        torch.manual_seed(size)
+        target = folder / f"2_Dense_{size}"
+        target.mkdir()
+        projection(HIDDEN, size).save(str(target))
+    return folder
+
+
+@pytest.mark.parametrize("size", [16, 48])
+def test_the_dense_of_a_size_is_taken_in_place_of_a_cut(size: int) -> None:
+    chosen = copy_of(with_choice())
+    edit_json(chosen / "modules.json", lambda entries: entries[2].update(path=f"2_Dense_{size}"))
+    ours = embed(with_choice(), RAGGED, engine={"pooler_config": PoolerConfig(dimensions=size)})
+    assert_close(ours, reference(chosen, RAGGED))
+    assert_close(embed(chosen, RAGGED), ours, atol=0)  # modules.json may say it too
+    assert_close(embed(with_choice(), RAGGED), reference(with_choice(), RAGGED))
+
+
+def test_a_size_without_a_dense_is_refused() -> None:
+    with pytest.raises(ConfigError, match="it has a Dense for 16, 24, 48"):
+        embed(with_choice(), RAGGED, engine={"pooler_config": PoolerConfig(dimensions=32)})
+    with loaded(with_choice()) as llm, pytest.raises(InvalidParameterError, match="it supports 24"):
+        vectors(llm, RAGGED, PoolingParams(dimensions=16))

@@ -258,6 +258,13 @@ def test_routes_that_nobody_can_ask_for_are_refused() -> None:
         LLM(folder, device="cpu")
 
 
+def test_route_that_is_not_there_is_refused() -> None:
+    folder = copy_of(inference_free())
+    edit_json(folder / "router_config.json", lambda config: config["parameters"].update(default_route="elsewhere"))
+    with pytest.raises(CheckpointFormatError, match="names the route 'elsewhere'; there are query, document"):
+        LLM(folder, device="cpu")
+
+
 def test_router_file_that_is_damaged_is_refused() -> None:
     folder = copy_of(inference_free())
     edit_json(folder / "router_config.json", lambda config: config.pop("structure"))

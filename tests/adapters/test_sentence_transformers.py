@@ -476,7 +476,8 @@ def test_an_unknown_module_stops_the_load_with_its_name() -> None:
         ([{"path": "../other", "type": "x.Transformer"}], "'../other', outside the checkpoint"),
         ([{"path": "nowhere", "type": "x.Transformer"}, {"path": "1_Pooling", "type": "x.Pooling"}], "'nowhere'"),
         ([{"path": "", "type": "x.Transformer"}, {"path": "9_Pooling", "type": "x.Pooling"}], "9_Pooling/config.json"),
-        ([{"path": "", "type": "x.StaticEmbedding"}], "lists StaticEmbedding"),
+        ([{"path": "", "type": "x.BoW"}], "lists BoW"),
+        ([{"path": "", "type": "x.StaticEmbedding"}], "a table of token vectors has a matrix"),
     ],
 )
 def test_modules_that_are_not_a_known_chain_are_refused(entries: Any, match: str) -> None:

@@ -110,7 +110,9 @@ def _backbone(case: Case, model: Any) -> Any:
     """The part of a model whose states are wanted: encoder, or decoder of a causal LM."""
     if model.config.is_encoder_decoder:
         return model.get_encoder()
-    return model.base_model if model.base_model is not model else getattr(model, "model", model)
+    module = model.base_model if model.base_model is not model else getattr(model, "model", model)
+    # A decoder that was saved by itself is wrapped once, so that its weights have the names of the whole model's.
+    return module if "input_ids" in _names(module) else getattr(module, "decoder", module)
 
 
 def _names(module: Any) -> set[str]:

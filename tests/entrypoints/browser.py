@@ -114,6 +114,10 @@ class Browser:
         self._do(f"/element/{element}/clear")
         self._do(f"/element/{element}/value", text=text)
 
+    def choose_file(self, selector: str, path: Path) -> None:
+        """Gives a file to a file chooser."""
+        self._do(f"/element/{self._find(selector)}/value", text=str(path))
+
     def press(self, *keys: str) -> None:
         """Presses keys together, wherever the focus is."""
         actions = [

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from anypool.config import EngineConfig
 from anypool.engine.engine import Engine
 from anypool.entrypoints.serve.app import create_app
+from tests.entrypoints.browser import DESKTOP, Browser
 
 
 class Client:
@@ -56,3 +57,22 @@ def engine(minilm: str) -> Iterator[Engine]:
 @pytest.fixture
 def client(engine: Engine) -> Client:
     return Client(create_app(engine))
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    browser.open("about:blank")
+    browser.requests()  # those of the browser's own first page
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def browser(chromium: Browser) -> Iterator[Browser]:
+    """The browser, which complains about nothing and talks to nobody else."""
+    chromium.look(DESKTOP)
+    yield chromium
+    assert chromium.complaints() == []
+    elsewhere = [url for url in chromium.requests() if not url.startswith(("http://127.0.0.1:", "about:"))]
+    assert elsewhere == []

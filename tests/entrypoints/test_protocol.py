@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,6 +19,15 @@ GET = b"GET / HTTP/1.1\r\nHost: a\r\n"
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
+    """Answers without a look at the body, but for one path."""
+    if scope["path"] == "/body":
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message["body"], message["more_body"]
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+        await send({"type": "http.response.body", "body": body})
+        return
     if scope["path"] == "/slow":
         await asyncio.sleep(0.6)
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
@@ -118,3 +128,58 @@ def test_the_beginning_of_a_request_waits_while_the_one_before_runs() -> None:
         return first + await reader.readuntil(b"ok")
 
     assert talk(client).count(b"HTTP/1.1 200 ") == 2
+
+
+async def _post(writer: asyncio.StreamWriter, reader: asyncio.StreamReader, length: int) -> bytes:
+    writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % length)
+    await reader.readuntil(b"\r\n\r\n")
+    return await reader.readexactly(2)
+
+
+def test_a_body_that_was_refused_cannot_keep_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_LINGER_S", 0.3)
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[bytes, int]:
+        found, sent = await _post(writer, reader, 10**12), 0
+        with contextlib.suppress(ConnectionError):
+            while not reader.at_eof():
+                writer.write(b"a" * 1000)
+                await writer.drain()
+                await asyncio.sleep(0.05)
+                sent += 1
+        return found, sent
+
+    found, sent = talk(client)
+    assert found == b"ok"
+    assert 2 <= sent <= 40
+
+
+def test_a_body_that_was_refused_and_comes_to_its_end_keeps_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_LINGER_S", 0.3)
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        found = await _post(writer, reader, 3)
+        writer.write(b"abc")
+        await asyncio.sleep(0.6)
+        return found + await _get(reader, writer)
+
+    assert talk(client) == b"okok"
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 7])
+def test_an_offer_of_http_2_is_declined_and_the_request_served(pieces: int) -> None:
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+    sent = b"POST /body HTTP/1.1\r\nHost: a\r\n" + offer + b"Content-Length: 5\r\n\r\nhello"
+    size = -(-len(sent) // pieces)
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        for start in range(0, len(sent), size):
+            writer.write(sent[start : start + size])
+            await asyncio.sleep(0.02)
+        await reader.readuntil(b"\r\n\r\n")
+        body = await reader.readexactly(5)
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n" + offer + b"\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        return body + await reader.readexactly(2) + await _get(reader, writer)
+
+    assert talk(client) == b"hellookok"

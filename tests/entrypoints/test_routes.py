@@ -24,9 +24,12 @@ from anypool.engine.engine import Engine
 from anypool.entrypoints.serve.app import create_app
 from anypool.entrypoints.serve.prompt_names import NamedPrompts
 from anypool.entrypoints.server_options import ServerOptions
+from tests.adapters.test_bge_m3 import bge_m3
+from tests.adapters.test_sparse import splade
 from tests.entrypoints.conftest import Client
 from tests.helpers import HIDDEN, copy_of, save_sentence_transformer, tiny_bert, tiny_llama
 from tests.named_checkpoints import (
+    colbert,
     cross_encoder,
     named_entities,
     process_reward_model,
@@ -64,6 +67,9 @@ MODELS = {
     "qwen": qwen3_reranker,
     "prompted": prompted,
     "chatty": chatty,
+    "colbert": colbert,
+    "splade": splade,
+    "bge": bge_m3,
 }
 
 
@@ -357,6 +363,8 @@ def test_pooling_serves_every_task_as_numbers_and_as_bytes_with_a_shape(
 def test_pooling_without_a_task_is_what_encode_means(server: Client) -> None:
     by_default = ok(server.post("/pooling", input=TEXTS, model="ner"))
     assert by_default["data"] == ok(server.post("/pooling", input=TEXTS, model="ner", task="token_embed"))["data"]
+    twice = {"input": "a<extra_0>", "task": "token_classify", "returned_token_ids": [0] * 100_000}
+    assert server.post("/pooling", model="prm", **twice).json()["error"]["param"] == "returned_token_ids"
     found = server.post("/pooling", input="a", task="no such").json()["error"]
     assert found["param"] == "task"
     assert "token_classify" in found["message"]
@@ -526,6 +534,7 @@ def test_cohere_cuts_unless_it_is_told_not_to(server: Client) -> None:
         ({"truncate": "START"}, 200, 256),
         ({"truncate": "NONE"}, 400, 0),
         ({"max_tokens": 9}, 200, 9),
+        ({"max_tokens": 9, "truncate": "NONE"}, 400, 0),
     ):
         response = server.post("/v2/embed", texts=[long], **fields)
         assert response.status_code == status, response.text
@@ -545,6 +554,12 @@ def test_cohere_inputs_of_text_parts(server: Client) -> None:
         refused = server.post("/v2/embed", **fields)
         assert refused.status_code == 400
         assert set(refused.json()) == {"id", "message"}
+
+
+def test_weights_whose_sum_is_endless_are_refused_rather_than_answered_with_null(server: Client) -> None:
+    found = server.post("/score", model="bge", queries="a", documents="b", fuse=[1e308, 1e308, 1e308])
+    assert found.status_code == 400
+    assert found.json()["error"]["param"] == "fuse"
 
 
 # Late chunking
@@ -735,6 +750,13 @@ def test_tokenize_and_back(server: Client, minilm: str) -> None:
         ("minilm", {"inputs": "a cat"}, "/embed"),
         ("minilm", {"texts": ["a cat"]}, "/v2/embed"),
         ("minilm", {"input": "a cat", "task": "token_embed"}, "/pooling"),
+        ("minilm", {"input": "a cat", "task": ["embed", "token_embed"]}, "/pooling"),
+        ("minilm", {"inputs": {"source_sentence": "a cat", "sentences": TEXTS}}, "/similarity"),
+        ("cross", {"inputs": {"source_sentence": "a cat", "sentences": TEXTS}}, "/similarity"),
+        ("colbert", {"input": "a cat"}, "/pooling"),
+        ("colbert", {"inputs": "a cat"}, "/embed_all"),
+        ("splade", {"input": "a cat"}, "/v1/embeddings"),
+        ("splade", {"inputs": "a cat"}, "/embed_sparse"),
         ("sentiment", {"input": "a cat"}, "/classify"),
         ("sentiment", {"inputs": "a cat"}, "/predict"),
         ("prm", {"input": "a cat<extra_0>"}, "/reward"),

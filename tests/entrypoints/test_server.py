@@ -492,7 +492,7 @@ def test_models_lists_the_served_model(client: Client, engine: Engine) -> None:
     [card] = client.get("/v1/models").json()["data"]
     assert card["id"] == "minilm"
     assert card["object"] == "model"
-    assert card["root"] == engine.config.model
+    assert card["root"] == "minilm"  # the folder is nobody's business
     assert card["max_model_len"] == 256
     assert client.get("/v1/models/minilm").json() == card
 

@@ -138,22 +138,24 @@ def paligemma_folder() -> Path:
 
 
 @cache
-def colpali_folder() -> Path:
-    processor = _paligemma_processor(hf.ColPaliProcessor)
+def colpali_folder(side: int = 28) -> Path:
+    """ColPali, which reads a picture as a square of `side` pixels."""
+    processor = _paligemma_processor(hf.ColPaliProcessor, side)
     torch.manual_seed(4)
-    config = hf.ColPaliConfig(vlm_config=_paligemma_config(processor), embedding_dim=16)
+    config = hf.ColPaliConfig(vlm_config=_paligemma_config(processor, side), embedding_dim=16)
     return save(hf.ColPaliForRetrieval(config), processor, "colpali")
 
 
-def _paligemma_processor(cls: Any) -> Any:
-    images = SiglipImageProcessorPil(size={"height": 28, "width": 28})
-    images.image_seq_length = 4
+def _paligemma_processor(cls: Any, side: int = 28) -> Any:
+    images = SiglipImageProcessorPil(size={"height": side, "width": side})
+    images.image_seq_length = (side // VISION["patch_size"]) ** 2
     return cls(images, byte_tokenizer(("<image>",)))
 
 
-def _paligemma_config(processor: Any) -> hf.PaliGemmaConfig:
+def _paligemma_config(processor: Any, side: int = 28) -> hf.PaliGemmaConfig:
+    vision = {**VISION, "image_size": side, "model_type": "siglip_vision_model", "vision_use_head": False}
     return hf.PaliGemmaConfig(
-        vision_config={**VISION, "model_type": "siglip_vision_model", "projection_dim": 32, "vision_use_head": False},
+        vision_config={**vision, "projection_dim": 32},
         text_config={**LANGUAGE, "model_type": "gemma", "head_dim": 8, "vocab_size": len(processor.tokenizer)},
         projection_dim=32,
         image_token_id=processor.image_token_id,

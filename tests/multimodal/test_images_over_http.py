@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
@@ -16,7 +18,7 @@ from PIL import Image
 
 from anypool import LLM
 from anypool.entrypoints.serve.app import create_app
-from anypool.entrypoints.serve.fetching import ImageFetcher, public_address
+from anypool.entrypoints.serve.fetching import ImageFetcher, is_public, public_address
 from anypool.entrypoints.server_options import ServerOptions
 from anypool.errors import InvalidPromptError
 from tests.entrypoints.conftest import Client
@@ -172,10 +174,21 @@ class Web(BaseHTTPRequestHandler):
             self._answer(302, b"", "/image" if left == 1 else f"/again{left - 1}")
         elif self.path == "/inside":
             self._answer(302, b"", "http://inside/image")
+        elif self.path == "/drip":
+            self._drip(b"HTTP/1.0 200 OK\r\n" + b"X: y\r\n" * 90 + b"\r\n")
+        elif self.path == "/drop":
+            self._drip(b"HTTP/1.0 200 OK\r\n\r\n" + bytes(90), 20)
         elif self.path == "/large":
             self._answer(200, bytes(100_000))
         else:
             self._answer(404, b"")
+
+    def _drip(self, content: bytes, at_once: int = 1) -> None:
+        with contextlib.suppress(OSError):
+            self.wfile.write(content[:at_once])
+            for place in range(at_once, len(content)):
+                time.sleep(0.05)
+                self.wfile.write(content[place : place + 1])
 
     def _answer(self, status: int, body: bytes, target: str | None = None) -> None:
         self.send_response(status)
@@ -226,7 +239,42 @@ def test_limits_of_fetching(path: str, words: str, web: int) -> None:
         fetch(f"http://web:{web}/{path}", "the image")
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "10.1.2.3", "169.254.169.254", "[::ffff:127.0.0.1]", "0.0.0.0"])
+@pytest.mark.parametrize("path", ["drip", "drop"])
+def test_a_server_that_drips_has_no_more_time_than_another(path: str, web: int) -> None:
+    began = time.monotonic()
+    with pytest.raises(InvalidPromptError, match="takes too long"):
+        ImageFetcher(resolve=as_if_public, timeout_s=0.4)(f"http://web:{web}/{path}", "the image")
+    assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("1.1.1.1", True),
+        ("2606:4700::1111", True),
+        ("::ffff:1.1.1.1", True),
+        ("64:ff9b::101:101", True),
+        ("64:ff9b::7f00:1", False),
+        ("64:ff9b::a01:203", False),
+        ("64:ff9b:1::101:101", False),
+        ("::127.0.0.1", False),
+        ("::ffff:0:127.0.0.1", False),
+        ("2002:7f00:1::", False),
+        ("fec0::1", False),
+        ("fe80::1%eth0", False),
+        ("ff0e::1", False),
+        ("224.0.0.1", False),
+        ("100.64.0.1", False),
+    ],
+)
+def test_what_is_public(address: str, expected: bool) -> None:
+    assert is_public(address) is expected
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "2130706433", "0x7f.1", "[::1]", "10.1.2.3", "169.254.169.254", "[::ffff:127.0.0.1]", "0.0.0.0"],
+)
 def test_private_addresses_are_not_fetched_from(host: str, web: int) -> None:
     with pytest.raises(InvalidPromptError, match="not on the public internet"):
         ImageFetcher()(f"http://{host}:{web}/image", "the image")

@@ -16,8 +16,8 @@ from sentence_transformers.base.modules import Normalize, Transformer
 from sentence_transformers.sentence_transformer.modules.clip_model import CLIPModel
 
 from anypool import LLM, PoolingParams
-from anypool.errors import InvalidPromptError, PromptTooLongError, UnsupportedTaskError
-from tests.helpers import assert_close, loaded, new_folder, vectors
+from anypool.errors import InvalidPromptError, ModelLoadError, PromptTooLongError, UnsupportedTaskError
+from tests.helpers import assert_close, edit_json, loaded, new_folder, vectors
 from tests.multimodal.checkpoints import clip_folder, picture, siglip_folder
 
 TEXTS = ["a cat", "a dog sat on a long mat", "x", "the end of a story"]
@@ -129,6 +129,47 @@ def test_folders_of_sentence_transformers_give_their_vectors(module: str) -> Non
     expected = [reference.encode(TEXTS), reference.encode(PICTURES)]
     assert_close(found, torch.from_numpy(numpy.concatenate(expected)), atol=1e-4)
     assert_close(named, torch.from_numpy(reference.encode(TEXTS[:2], prompt_name="q")))
+
+
+def sentence_transformers_folder(folder: Path, **settings: Any) -> Path:
+    found = new_folder("sentence-transformers-towers")
+    modules = [Transformer(str(folder))]
+    SentenceTransformer(modules=modules, device="cpu").save(str(found), create_model_card=False)
+    edit_json(found / "sentence_bert_config.json", lambda config: config.update(settings))
+    return found
+
+
+@pytest.mark.parametrize("family", ["clip", "siglip"])
+@pytest.mark.parametrize("length", [None, 12], ids=["full length", "12 tokens"])
+def test_settings_for_texts_are_those_of_sentence_transformers(family: str, length: int | None) -> None:
+    full = {"clip": 48, "siglip": 40}[family]
+    text = {"padding": "max_length", "max_length": length or full}
+    folder = sentence_transformers_folder(
+        FAMILIES[family][0](), do_lower_case=True, processing_kwargs={"text": text, "image": {}}
+    )
+    # The tokenizer of a real SigLIP gives no mask, so that padding is attended to.
+    names = ["input_ids"] if family == "siglip" else ["input_ids", "attention_mask"]
+    edit_json(folder / "tokenizer_config.json", lambda config: config.update(model_input_names=names))
+    texts = ["A CAT on a Mat", "x", "the end of a long story " * 9]
+    reference = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    with loaded(folder) as llm:
+        found = vectors(llm, texts, truncate_prompt_tokens=-1)
+    assert_close(found, torch.from_numpy(reference.encode(texts)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"processing_kwargs": {"image": {"do_rescale": False}}}, "processing_kwargs for image; supported"),
+        ({"processing_kwargs": {"text": {"stride": 2}, "common": {"a": 1}}}, "processing_kwargs for common, stride"),
+        ({"max_seq_length": "12"}, "max_seq_length '12', not a positive integer"),
+    ],
+    ids=["images", "texts", "length"],
+)
+def test_settings_that_are_not_known_are_refused(settings: dict[str, Any], message: str) -> None:
+    folder = sentence_transformers_folder(clip_folder(3), **settings)
+    with pytest.raises(ModelLoadError, match=message):
+        LLM(folder, device="cpu")
 
 
 def _move_into(folder: Path, name: str) -> None:

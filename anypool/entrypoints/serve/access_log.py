@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from datetime import datetime, timezone
@@ -40,7 +41,14 @@ class AccessLog:
         if self._as_json:  # the formatter writes these fields
             logger.info("request", extra={"fields": fields})
         else:
-            logger.info("%s", " ".join(f"{name}={value}" for name, value in fields.items() if value not in (None, "")))
+            said = (f"{name}={_quoted(value)}" for name, value in fields.items() if value not in (None, ""))
+            logger.info("%s", " ".join(said))
+
+
+def _quoted(value: object) -> str:
+    """A value as it is, or in quotes where it has what could pass for a further field or line."""
+    text = str(value)
+    return text if text.isprintable() and not set(text) & {" ", "=", '"'} else json.dumps(text)
 
 
 class JsonFormatter(logging.Formatter):

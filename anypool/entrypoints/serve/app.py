@@ -112,8 +112,7 @@ def _endpoint(state: ServerState, route: Route) -> Callable[[Request], Awaitable
             raise HTTPException(404)
         if route.answer is not None and (request.method in ("GET", "HEAD") or not route.calls):
             return route.answer(state, exchange)
-        with state.turn():
-            return await serve_call(state, exchange, route.calls)
+        return await serve_call(state, exchange, route.calls)
 
     return endpoint
 

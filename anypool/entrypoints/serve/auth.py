@@ -68,7 +68,7 @@ class Keys:
     def _is_known(self, sent: str) -> bool:
         """Compares with every key, whatever the first ones say, so that the time tells nothing."""
         self._look()
-        digest = _digest(sent)
+        digest = _digest(sent.encode("latin-1").decode("utf-8", "surrogateescape"))  # headers are bytes
         found = False
         for known in (*self._given, *self._from_file):
             found |= hmac.compare_digest(digest, known)
@@ -104,7 +104,7 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 def _read(path: Path) -> tuple[bytes, ...]:
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not text in UTF-8: {error}") from None
     keys = [line for line in lines if line and not line.startswith("#")]

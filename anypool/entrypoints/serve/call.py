@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from anypool.entrypoints.serve.exchange import Exchange
 from anypool.entrypoints.serve.http_errors import ErrorStyle, HTTPError
 from anypool.entrypoints.serve.schemas.common import CommonFields
 from anypool.entrypoints.serve.served import ServedModel
+from anypool.entrypoints.server_options import ServerOptions
 from anypool.errors import DeadlineExceededError, InvalidParameterError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ _LONGEST_QUOTE = 80
 # Smaller bodies are parsed, and fewer numbers encoded, faster than a thread is asked to.
 _INLINE_BYTES = 16_384
 _INLINE_NUMBERS = 16_384
+# Without what `float` takes beside digits, such as "1_0" for 10.
+_SECONDS = re.compile(r"[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?", re.IGNORECASE)
 
 
 @dataclass(kw_only=True)
@@ -82,12 +86,21 @@ async def serve_call(state: ServerState, exchange: Exchange, calls: Sequence[Cal
     Raises:
         Exception: Whatever there is to be told in place of an answer.
     """
+    state.check_turn()
     options = state.options
     timeout_s = _timeout(exchange, options.request_timeout)
     coding = exchange.header("content-encoding")
     if coding is not None and coding.lower() != "identity":
         raise HTTPError(415, f"Content-Encoding: {coding!r:.80} is not taken: send the body as it is")
-    body = await exchange.read_body(options.max_body_bytes, min(timeout_s, options.body_timeout))
+    body = await _read_body(exchange, options, timeout_s)
+    with state.turn():
+        return await _serve_body(state, exchange, calls, body, timeout_s)
+
+
+async def _serve_body(
+    state: ServerState, exchange: Exchange, calls: Sequence[Call], body: bytes, timeout_s: float
+) -> Response:
+    options = state.options
     if len(body) <= _INLINE_BYTES:
         asked, call, model = _parse(state, exchange, body, calls)
     else:
@@ -130,13 +143,22 @@ def _timeout(exchange: Exchange, most: float | None) -> float:
     limit = math.inf if most is None else most
     if asked is None:
         return limit
-    try:
-        seconds = float(asked)
-    except ValueError:
-        seconds = math.nan
+    seconds = float(asked) if _SECONDS.fullmatch(asked) else math.nan
     if not 0 < seconds < math.inf:
         raise HTTPError(400, f"X-Request-Timeout: {asked!r:.80} is not a number of seconds", param="X-Request-Timeout")
     return min(seconds, limit)
+
+
+async def _read_body(exchange: Exchange, options: ServerOptions, timeout_s: float) -> bytes:
+    """The body; the request's time may be up before that of the body is."""
+    try:
+        return await exchange.read_body(options.max_body_bytes, min(timeout_s, options.body_timeout))
+    except TimeoutError:
+        if timeout_s < options.body_timeout:
+            raise DeadlineExceededError(f"no result within {timeout_s:g} s") from None
+        raise HTTPError(
+            408, f"the body did not arrive within {options.body_timeout:g} seconds", code="request_timeout"
+        ) from None
 
 
 def _parse(

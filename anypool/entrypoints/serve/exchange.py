@@ -62,7 +62,8 @@ class Exchange:
         """The body.
 
         Raises:
-            HTTPError: It has more bytes than `limit`, or is not all there after `timeout_s` seconds.
+            HTTPError: It has more bytes than `limit`.
+            TimeoutError: It is not all there after `timeout_s` seconds.
             ClientDisconnect: The client went away.
         """
         length = self.header("content-length")
@@ -83,9 +84,7 @@ class Exchange:
         except asyncio.CancelledError:
             if not is_late:
                 raise
-            raise HTTPError(
-                408, f"the body did not arrive within {timeout_s:g} seconds", code="request_timeout"
-            ) from None
+            raise TimeoutError from None
         finally:
             timer.cancel()
 

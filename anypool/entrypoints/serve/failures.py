@@ -25,7 +25,7 @@ def answer_error(state: ServerState, exchange: Exchange, error: Exception) -> Re
     state.metrics.failed(failure)
     status, body = error_body(failure, exchange.style, exchange.request_id)
     for path, name in state.hidden:
-        body = body.replace(path.encode(), name.encode())
+        body = body.replace(path, name)
     if status >= 500 and not isinstance(error, HTTPError):
         logger.error("request %s failed: %s", exchange.request_id, error, exc_info=_trace(error))
     return Response(body, status, headers=failure.headers, media_type="application/json")

@@ -96,6 +96,23 @@ class ServedModel:
         is_encoder = getattr(loaded.model, "attn_type", None) == "encoder_only"
         return is_encoder or loaded.recipe.is_cross_encoder or loaded.rerank_template is not None
 
+    @property
+    def source(self) -> str:
+        """What was loaded: its name on the hub. A path is nobody's business, and of a folder it is the served name."""
+        model = self.engine.config.model
+        return self.name if Path(model).expanduser().exists() else model
+
+    @property
+    def paths(self) -> set[str]:
+        """Where it lies on this machine, in the forms that a message might have."""
+        model = self.engine.config.model
+        path = os.path.expanduser(model)
+        if not os.path.exists(path):
+            return set()
+        # A single word may stand in a message for something else.
+        given = {one for one in (model, path) if os.sep in one.strip(os.sep)}
+        return given | {os.path.abspath(path), os.path.realpath(path)}
+
     @cached_property
     def card(self) -> dict[str, Any]:
         """All that is known about it. No path of this machine is."""
@@ -121,7 +138,10 @@ class ServedModel:
             prompts = self.render(asked)
             # Text that no template wrote has no special tokens yet.
             bare = asked.add_special_tokens is None and self.reads_bare_messages(asked)
-            options = _without_prompt(options, special_tokens=bare or options.special_tokens)
+            options = replace(
+                _without_prompt(options, special_tokens=bare or options.special_tokens),
+                is_rendered=not self.reads_bare_messages(asked),
+            )
         return self.requests(prompts, task, self.params(asked, task), options)
 
     def params(self, asked: CommonFields, task: PoolingTask | Sequence[PoolingTask]) -> PoolingParams:

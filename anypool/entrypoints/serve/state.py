@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -38,8 +39,8 @@ class ServerState:
         log: The access log, where one is kept.
         tracing: What writes spans, where a collector is named.
         is_draining: Whether it is about to end, so that it is not ready any more.
-        hidden: What messages must not name, and what they name in its place: a path of this machine is nobody's
-            business.
+        hidden: What messages must not name, and what they name in its place, in JSON: a path of this machine is
+            nobody's business.
     """
 
     def __init__(self, models: ServedModels, options: ServerOptions) -> None:
@@ -54,8 +55,11 @@ class ServerState:
         self.tracing = None if endpoint is None else Tracing(endpoint)
         self.is_draining = False
         self._running = 0
+        hidden = {path: model.name for model in models for path in model.paths if path != model.name}
+        # The longest first, since a folder may lie in another one; as they stand in JSON.
         self.hidden = [
-            (model.engine.config.model, model.name) for model in models if model.engine.config.model != model.name
+            (orjson.dumps(path)[1:-1], orjson.dumps(hidden[path])[1:-1])
+            for path in sorted(hidden, key=len, reverse=True)
         ]
 
     def _is_on(self, route: Route) -> bool:
@@ -72,9 +76,8 @@ class ServerState:
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Around a request that runs a model. It is refused before its body is read, so that refusing costs little.
+    def check_turn(self) -> None:
+        """Refuses a request that could not run now, before its body is read, so that refusing costs little.
 
         Raises:
             OverloadedError: So many are being served already.
@@ -82,6 +85,15 @@ class ServerState:
         most = self.options.max_concurrent_requests
         if most is not None and self._running >= most:
             raise OverloadedError(f"{most:,} requests are being served, the limit: try again later", retry_after_s=1)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Around a request whose body is there: clients that send slowly keep nobody out.
+
+        Raises:
+            OverloadedError: So many are being served already.
+        """
+        self.check_turn()
         self._running += 1
         try:
             yield

@@ -15,7 +15,7 @@ from anypool.model_executor.layers.linear import Linear
 from anypool.model_executor.layers.norm import LayerNorm
 from anypool.model_executor.layers.positions import positions_after_padding
 from anypool.model_executor.model_config import ModelConfig
-from anypool.model_executor.models.interfaces import Backbone, refuse_unused
+from anypool.model_executor.models.interfaces import Backbone, LayerStates, refuse_unused
 from anypool.model_executor.weights.loading import Renames
 
 
@@ -92,6 +92,7 @@ class BertModel(Backbone):
     default_pooling_type = "MEAN"
     can_capture = True
     takes_fewer_keys = True
+    gives_layers = True
     checkpoint_renames: ClassVar[Renames] = (
         (r"^(bert|roberta)\.", ""),
         (r"\.LayerNorm\.gamma$", ".LayerNorm.weight"),
@@ -139,7 +140,7 @@ class BertModel(Backbone):
         intermediate: torch.Tensor | None = None,
         output_layers: Sequence[int] = (),
     ) -> torch.Tensor:
-        refuse_unused(intermediate=intermediate, output_layers=tuple(output_layers))
+        refuse_unused(intermediate=intermediate)
         if inputs_embeds_TD is None:
             inputs_embeds_TD = self.embeddings.word_embeddings(input_ids_T)
         padding = self.position_padding(self.config)
@@ -147,6 +148,8 @@ class BertModel(Backbone):
             positions_T = positions_after_padding(input_ids_T, positions_T, attn, padding_id=padding)
         x_TD: torch.Tensor = self.embeddings(inputs_embeds_TD, positions_T, token_type_ids_T)
         bias_HMM = self.attention_bias(attn)
+        states = LayerStates(output_layers)
         for layer in self.layers:
+            states.see(x_TD)
             x_TD = layer(x_TD, attn, bias_HMM)
-        return x_TD
+        return states.result(x_TD)

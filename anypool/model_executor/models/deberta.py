@@ -15,7 +15,7 @@ from anypool.model_executor.layers.embedding import Embedding
 from anypool.model_executor.layers.linear import Linear
 from anypool.model_executor.layers.norm import LayerNorm
 from anypool.model_executor.model_config import DisentangledConfig, ModelConfig
-from anypool.model_executor.models.interfaces import Backbone, refuse_unused
+from anypool.model_executor.models.interfaces import Backbone, LayerStates, refuse_unused
 
 # Scores that exist at one time, in elements; there are three such matrices.
 _SCORES = 2 * 1024 * 1024
@@ -148,6 +148,7 @@ class DebertaV2Model(Backbone):
     """The encoder. Segments of text pairs count only where the checkpoint has a table of them."""
 
     attn_type = "encoder_only"
+    gives_layers = True
     default_pooling_type = "MEAN"
     checkpoint_renames = (
         (r"^deberta\.", ""),
@@ -194,7 +195,7 @@ class DebertaV2Model(Backbone):
         intermediate: torch.Tensor | None = None,
         output_layers: Sequence[int] = (),
     ) -> torch.Tensor:
-        refuse_unused(intermediate=intermediate, output_layers=tuple(output_layers))
+        refuse_unused(intermediate=intermediate)
         if inputs_embeds_TD is None:
             inputs_embeds_TD = self.embeddings.word_embeddings(input_ids_T)
         x_TD: torch.Tensor = self.embeddings(inputs_embeds_TD, positions_T, token_type_ids_T)
@@ -203,11 +204,13 @@ class DebertaV2Model(Backbone):
             relative_RD = self.rel_norm(relative_RD)
         index_MM = self._relative_index(attn.max_length, x_TD.device)
         embedded_TD = x_TD
+        states = LayerStates(output_layers)
         for i, layer in enumerate(self.layers):
+            states.see(x_TD)
             x_TD = layer(x_TD, attn, relative_RD, index_MM)
             if i == 0 and self.conv is not None:
                 x_TD = self.conv(embedded_TD, x_TD, attn)
-        return x_TD
+        return states.result(x_TD)
 
     def _relative_index(self, longest: int, device: torch.device) -> torch.Tensor:
         """`[M, M]` row of the relative position table for each query and key."""

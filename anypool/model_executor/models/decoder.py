@@ -19,7 +19,7 @@ from anypool.model_executor.layers.mlp import GatedMLP
 from anypool.model_executor.layers.norm import RMSNorm
 from anypool.model_executor.layers.rotary import Rotary, apply_rotary
 from anypool.model_executor.model_config import SLIDING, ModelConfig
-from anypool.model_executor.models.interfaces import Backbone, refuse_unused
+from anypool.model_executor.models.interfaces import Backbone, LayerStates, refuse_unused
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 
@@ -130,12 +130,20 @@ class DecoderModel(nn.Module):
         # The factor is rounded to the model's dtype first, as the reference does.
         return x_TD if self.embed_scale is None else x_TD * torch.tensor(self.embed_scale, dtype=x_TD.dtype)
 
-    def forward(self, x_TD: torch.Tensor, positions_T: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        positions_T: torch.Tensor,
+        attn: AttentionMetadata,
+        *,
+        output_layers: Sequence[int] = (),
+    ) -> torch.Tensor:
         rotary = {kind: turn(positions_T, attn, x_TD.dtype) for kind, turn in self.rotary.items()}
+        states = LayerStates(output_layers)
         for kind, layer in zip(self.layer_types, self.layers, strict=True):
+            states.see(x_TD)
             x_TD = layer(x_TD, rotary[kind], attn)
-        out_TD: torch.Tensor = self.norm(x_TD)
-        return out_TD
+        return states.result(self.norm(x_TD))
 
 
 class DecoderForCausalLM(Backbone):
@@ -144,6 +152,7 @@ class DecoderForCausalLM(Backbone):
     attn_type = "decoder"
     default_pooling_type = "LAST"
     takes_fewer_keys = True
+    gives_layers = True
     style: ClassVar[DecoderStyle] = DecoderStyle()
     ignored_checkpoint_names = (r"rotary_emb\.inv_freq$",)
 
@@ -170,11 +179,11 @@ class DecoderForCausalLM(Backbone):
         intermediate: torch.Tensor | None = None,
         output_layers: Sequence[int] = (),
     ) -> torch.Tensor:
-        refuse_unused(token_type_ids_T=token_type_ids_T, intermediate=intermediate, output_layers=tuple(output_layers))
+        refuse_unused(token_type_ids_T=token_type_ids_T, intermediate=intermediate)
         if inputs_embeds_TD is None:
             assert input_ids_T is not None
             inputs_embeds_TD = self.model.embed(input_ids_T)
-        hidden_TD: torch.Tensor = self.model(inputs_embeds_TD, positions_T, attn)
+        hidden_TD: torch.Tensor = self.model(inputs_embeds_TD, positions_T, attn, output_layers=output_layers)
         return hidden_TD
 
     def compute_logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:

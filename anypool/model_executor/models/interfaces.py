@@ -27,6 +27,7 @@ class Backbone(nn.Module):
         checkpoint_renames: Regular expressions that turn checkpoint names into parameter names.
         ignored_checkpoint_names: Regular expressions of tensors that a checkpoint may hold and nobody needs.
         has_attention_bias: Whether a table is added to the scores of every layer.
+        gives_layers: Whether `forward` takes `output_layers`.
         image_input: How images come into a prompt, for classes whose `forward` takes `images`, one entry per sequence:
             "tower" for an image in place of a text, "page" for an image with a text of the model's own around it,
             "inline" for images anywhere in a text. None for classes that read text alone.
@@ -48,6 +49,7 @@ class Backbone(nn.Module):
     checkpoint_renames: ClassVar[Renames] = ()
     ignored_checkpoint_names: ClassVar[Sequence[str]] = ()
     has_attention_bias: ClassVar[bool] = False
+    gives_layers: ClassVar[bool] = False
     image_input: ClassVar[Literal["tower", "page", "inline"] | None] = None
 
     takes_prefix: bool = False
@@ -76,12 +78,40 @@ class Backbone(nn.Module):
             inputs_embeds_TD: `[T, D]` embeddings in place of the ids.
             token_type_ids_T: `[T]` segment ids, for encoders that have them.
             intermediate: Hidden states of the stage before, in a pipeline.
-            output_layers: Layers whose hidden states are wanted as well.
+            output_layers: Layers whose hidden states are wanted in place of the last ones, in rising order: 0 is what
+                the first layer takes, and the last is after the final norm.
 
         Returns:
-            `[T, D]` hidden states after the final norm.
+            `[T, D]` hidden states after the final norm, or `[len(output_layers), T, D]`.
         """
         raise NotImplementedError
+
+
+class LayerStates:
+    """The hidden states of some layers, kept while they pass.
+
+    Args:
+        layers: Their numbers, as `Backbone.forward` has them.
+    """
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.layers = frozenset(layers)
+        self.seen = 0
+        self.kept: list[torch.Tensor] = []
+
+    def see(self, x_TD: torch.Tensor) -> None:
+        """Takes the states of the next layer, which later ones may overwrite."""
+        if self.seen in self.layers:
+            self.kept.append(x_TD.clone())
+        self.seen += 1
+
+    def result(self, last_TD: torch.Tensor) -> torch.Tensor:
+        """What `forward` returns, given the states of the last layer."""
+        if not self.layers:
+            return last_TD
+        self.see(last_TD)
+        assert len(self.kept) == len(self.layers), "a layer was asked for that there is not"
+        return torch.stack(self.kept)
 
 
 def is_text_generation_model(cls: type) -> bool:

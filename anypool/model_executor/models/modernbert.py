@@ -15,7 +15,7 @@ from anypool.model_executor.layers.linear import GatedLinear, Linear
 from anypool.model_executor.layers.norm import LayerNorm
 from anypool.model_executor.layers.rotary import Rotary, apply_rotary
 from anypool.model_executor.model_config import SLIDING, ModelConfig
-from anypool.model_executor.models.interfaces import Backbone, refuse_unused
+from anypool.model_executor.models.interfaces import Backbone, LayerStates, refuse_unused
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 
@@ -91,6 +91,7 @@ class ModernBertModel(Backbone):
     attn_type = "encoder_only"
     default_pooling_type = "MEAN"
     takes_fewer_keys = True
+    gives_layers = True
     checkpoint_renames = ((r"^model\.", ""),)
     ignored_checkpoint_names = (r"^head\.", r"^decoder\.")
 
@@ -116,12 +117,13 @@ class ModernBertModel(Backbone):
         intermediate: torch.Tensor | None = None,
         output_layers: Sequence[int] = (),
     ) -> torch.Tensor:
-        refuse_unused(token_type_ids_T=token_type_ids_T, intermediate=intermediate, output_layers=tuple(output_layers))
+        refuse_unused(token_type_ids_T=token_type_ids_T, intermediate=intermediate)
         if inputs_embeds_TD is None:
             inputs_embeds_TD = self.embeddings.tok_embeddings(input_ids_T)
         x_TD: torch.Tensor = self.embeddings.norm(inputs_embeds_TD)
         rotary = {kind: turn(positions_T, attn, x_TD.dtype) for kind, turn in self.rotary.items()}
+        states = LayerStates(output_layers)
         for kind, layer in zip(self.config.layer_types, self.layers, strict=True):
+            states.see(x_TD)
             x_TD = layer(x_TD, rotary[kind], attn)
-        out_TD: torch.Tensor = self.final_norm(x_TD)
-        return out_TD
+        return states.result(self.final_norm(x_TD))

@@ -61,6 +61,13 @@ class VisionLanguageForConditionalGeneration(TransformersForConditionalGeneratio
         found = (getattr(whole.config, name, None) for name in _IMAGE_TOKENS)
         return tuple(token for token in found if token is not None)
 
+    @property
+    def patch_size(self) -> int | None:
+        """Side of the vision tower's patches in pixels, where they are squares of one size."""
+        [whole] = self.whole
+        size = getattr(getattr(whole.config, "vision_config", None), "patch_size", None)
+        return size if isinstance(size, int) else None
+
     def forward(
         self,
         input_ids_T: torch.Tensor | None,

@@ -1,16 +1,21 @@
-// Late interaction: which token of a document each token of a query finds.
+// Late interaction: which token of a document, or patch of a picture, each token of a query finds.
 
 import { call } from "./api.js";
 import { count, el, fixed } from "./dom.js";
 import { cutOff, InputError } from "./forms.js";
-import { labelled, tokensOf } from "./tokens.js";
+import { contentOf } from "./picture.js";
+import { overPatches, withPlaces } from "./patches.js";
+import { choosable, labelled, tokensOf } from "./tokens.js";
 import { dot, floats, maxsim, rowsOf } from "./vectors.js";
 
 export async function align(model, fields, signal) {
-  const texts = ["query", "document"].map((name) => String(fields.get(name)).trim());
-  if (texts.includes("")) throw new InputError("Give a query and a document.");
-  const [query, answer] = await Promise.all(
-    ["query", "document"].map((side, i) => tokenVectors(model, texts[i], side, signal)));
+  const texts = ["query", "document"].map((name) => String(fields.get(name) ?? "").trim());
+  const file = fields.get("picture");
+  const isPicture = model.info.card.modalities.includes("image") && file.size > 0;
+  if (texts[0] === "" || (texts[1] === "" && !isPicture)) throw new InputError("Give a query and a document.");
+  const inputs = ["query", "document"].map((side, i) => ({ input: [texts[i]], input_type: side }));
+  if (isPicture) inputs[1] = { messages: [{ role: "user", content: await contentOf(file) }] };
+  const [query, answer] = await Promise.all(inputs.map((input) => tokenVectors(model, input, signal)));
   const found = await maxsim(query.rows, answer.rows);
   const mean = found.score / query.rows.length;
   return {
@@ -19,55 +24,40 @@ export async function align(model, fields, signal) {
     nodes: [
       el("p", { class: "headline" },
         el("strong", { id: "maxsim" }, fixed(found.score, 3)), ` MaxSim · ${fixed(mean, 3)} per query token`),
-      picture(query, answer, found.best),
+      isPicture ? await overPatches(model, file, query, answer, found.best) : picture(query, answer, found.best),
       asTable(query, answer, found.best),
     ],
   };
 }
 
-async function tokenVectors(model, text, side, signal) {
+async function tokenVectors(model, input, signal) {
   const body = {
-    model: model.name, task: "token_embed", input: [text], input_type: side, truncate: true,
+    model: model.name, task: "token_embed", ...input, truncate: true,
     encoding_format: "base64", return_token_ids: true,
   };
   const { data, headers } = await call("pooling", body, signal);
   const [entry] = data.data;
   const rows = rowsOf(floats(entry.data), entry.shape);
   const tokens = labelled(await tokensOf(model, entry.prompt_token_ids, signal), rows.length, entry.row_places);
-  return { rows, tokens, headers };
+  const grids = entry.image_grids;
+  return { rows, tokens: withPlaces(tokens, grids), headers, grids };
 }
 
 /** Both texts as tokens, with a line from each of the query's to what it finds. One that is chosen stands alone. */
 function picture(query, answer, best) {
-  let pinned = null;
   const found = new Set(best.map((one) => one.place));
-  const above = query.tokens.map((token, i) =>
-    el("button", {
-      type: "button",
-      class: token.isSpecial ? "token special" : "token",
-      "aria-pressed": "false",
-      onclick: () => show((pinned = pinned === i ? null : i)),
-      onfocus: (event) => event.target.matches(":focus-visible") && show(i),
-      onpointerenter: (event) => event.pointerType === "mouse" && show(i),
-    }, token.text));
+  const { nodes: above, choose, leave } = choosable(query.tokens, show);
   const below = answer.tokens.map((token, j) =>
     el("span", { class: `token${token.isSpecial ? " special" : ""}${found.has(j) ? " found" : ""}` }, token.text));
   const lines = best.map(() => el("svg:path"));
   const said = el("p", { class: "said", role: "status" });
-  const figure = el("figure", {
-    class: "alignment",
-    onpointerleave: (event) => event.pointerType === "mouse" && show(pinned),
-  },
+  const figure = el("figure", { class: "alignment", onpointerleave: leave },
     el("h2", {}, "Query"), el("div", { class: "row-of-tokens above" }, above),
     el("h2", {}, "Document"), el("div", { class: "row-of-tokens below" }, below),
     el("svg:svg", { "aria-hidden": "true" }, lines), said);
 
   function show(chosen) {
     figure.classList.toggle("has-choice", chosen !== null);
-    above.forEach((node, i) => {
-      node.setAttribute("aria-pressed", String(i === pinned));
-      node.classList.toggle("chosen", i === chosen);
-    });
     lines.forEach((line, i) => line.classList.toggle("chosen", i === chosen));
     const near = chosen === null ? [] : answer.rows.map((row) => dot(query.rows[chosen], row));
     below.forEach((node, j) => {
@@ -92,7 +82,7 @@ function picture(query, answer, best) {
   }
 
   new ResizeObserver(draw).observe(figure);
-  show(null);
+  choose(null);
   return figure;
 }
 

@@ -5,7 +5,7 @@ import { el } from "./dom.js";
 import { labels, reward, tokenLabels } from "./labels.js";
 
 const MODES = {
-  alignment: ["Alignment", "For each token of the query, the token of the document whose vector is nearest (MaxSim).", align],
+  alignment: ["Alignment", "For each token of the query, the token of the document, or the patch of the picture, whose vector is nearest (MaxSim).", align],
   "token-labels": ["Token labels", "The label of each token.", tokenLabels],
   labels: ["Labels", "The labels of the whole text, with their scores.", labels],
   reward: ["Reward", "The reward of the text, or of each of its steps.", reward],
@@ -28,6 +28,7 @@ export function modesOf({ card }) {
 /** Shows the modes of a model. */
 export function showModes(section, model, onChange) {
   const modes = modesOf(model.info);
+  const readsImages = model.info.card.modalities.includes("image");
   const choices = section.querySelector(".modes");
   choices.hidden = modes.length < 2;
   choices.replaceChildren(choices.querySelector("legend"), ...modes.map((mode, i) =>
@@ -39,10 +40,12 @@ export function showModes(section, model, onChange) {
     section.dataset.mode = mode;
     section.querySelector("#mode-about").textContent = MODES[mode]?.[1] ?? "";
     for (const field of section.querySelectorAll("[data-modes]")) {
-      field.hidden = !field.dataset.modes.split(" ").includes(mode);
+      field.hidden = !field.dataset.modes.split(" ").includes(mode) || ("image" in field.dataset && !readsImages);
     }
     onChange();
   }
+  if (!readsImages) section.querySelector("form").elements.picture.value = "";
+  section.querySelector("form").elements.picture.dispatchEvent(new Event("change"));
   choose(modes[0] ?? "");
 }
 

@@ -5,6 +5,7 @@ import { cards } from "./card.js";
 import { el } from "./dom.js";
 import { onRun, problem } from "./forms.js";
 import { live } from "./live.js";
+import { takePictures } from "./picture.js";
 import { runMode, showModes } from "./modes.js";
 import { rank, wayToRank } from "./rank.js";
 import { compare } from "./similarity.js";
@@ -18,6 +19,7 @@ const clear = [
   onRun(sections.rank, (fields, signal) => rank(model, fields, signal)),
 ];
 const clearTokens = onRun(sections.tokens, (fields, signal) => runMode(sections.tokens, model, fields, signal));
+takePictures(sections.tokens);
 const charts = live(sections.live);
 
 function shown() {

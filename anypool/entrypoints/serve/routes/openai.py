@@ -122,12 +122,19 @@ def _result(request: Request, result: torch.Tensor) -> Any:
 
 
 def _tokens_of(request: Request, model: ServedModel) -> dict[str, Any]:
-    """The ids that were run; of token vectors, to which of them the rows belong, where some have none."""
+    """The ids that were run; of rows per token, to which of the ids they belong, where some have none, and which of
+    them are the patches of images.
+    """
     ids, multi_vector, plan = request.token_ids, model.engine.loaded.multi_vector, request.plan
     found: dict[str, Any] = {"prompt_token_ids": ids}
     if multi_vector is not None and plan.task is PoolingTask.TOKEN_EMBED and plan.token_pooling is None:
         kept = multi_vector.side(is_query=plan.is_query).kept
         found["row_places"] = [place for place, one in enumerate(ids) if kept.keeps(one)]
+    elif request.images is not None and plan.task is PoolingTask.TOKEN_EMBED and plan.token_pooling is None:
+        grids = request.images.grids
+        found["image_grids"] = grids and [
+            {"rows": one.rows, "columns": one.columns, "first_row": one.first} for one in grids
+        ]
     return found
 
 

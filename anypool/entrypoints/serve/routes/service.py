@@ -69,7 +69,7 @@ def _model_card(model: ServedModel) -> dict[str, Any]:
     return ModelCard(
         id=model.name,
         created=model.created,
-        root=model.engine.config.model,
+        root=model.source,
         max_model_len=model.engine.max_model_len,
     ).model_dump()
 

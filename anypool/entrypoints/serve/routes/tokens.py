@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from starlette.responses import Response
 
-from anypool.engine.prompts import ImagePrompt
 from anypool.engine.tokenization import Token
 from anypool.entrypoints.serve.call import Call, Work, has
 from anypool.entrypoints.serve.encoding import Stamp, json_answer
@@ -27,12 +26,15 @@ from anypool.entrypoints.serve.schemas.tokens import (
 from anypool.entrypoints.serve.served import ServedModel
 from anypool.errors import InvalidPromptError
 
+# Characters, or ids, of one request: each token is an object for a while, and no other request runs meanwhile.
+_LONGEST = 1_000_000
+
 
 def tokenize(asked: TokenizeRequest, model: ServedModel) -> Work:
     """The token ids of a text or a conversation."""
     [text] = [asked.prompt] if asked.prompt is not None else model.render(asked)
-    if isinstance(text, ImagePrompt):
-        raise InvalidPromptError("messages has an image, whose tokens are not text: leave it out", param="messages")
+    assert isinstance(text, str)  # the schema takes no images
+    _check_size(len(text), "characters", "prompt" if asked.messages is None else "messages")
     tokens = model.tokenizer.tokens(text, special_tokens=asked.gets_special_tokens)
     body: dict[str, Any] = {
         "count": len(tokens),
@@ -48,6 +50,7 @@ def tokenize_inputs(asked: TEITokenizeRequest, model: ServedModel) -> Work:
     """The tokens of texts with their places, the model's prompt before each where one is asked for."""
     options = asked.prompt_options(model.prompts, in_windows=model.in_windows)
     prefix = model.engine.prompt_text(options) if options.prompt is not None or options.prompt_name is not None else ""
+    _check_size(sum(len(prefix) + len(text) for text in asked.inputs), "characters", "inputs")
     return _answered(
         [
             [_place(token) for token in model.tokenizer.tokens(prefix + text, special_tokens=asked.add_special_tokens)]
@@ -69,20 +72,27 @@ def _place(token: Token) -> dict[str, Any]:
 
 def detokenize(asked: DetokenizeRequest, model: ServedModel) -> Work:
     """The text of token ids."""
-    _check_ids(asked.tokens, model, "tokens")
+    _check_ids([asked.tokens], model, "tokens")
     return _answered({"prompt": model.tokenizer.decode(asked.tokens, skip_special_tokens=False)})
 
 
 def decode(asked: DecodeRequest, model: ServedModel) -> Work:
     """The texts of token ids."""
-    for ids in asked.ids:
-        _check_ids(ids, model, "ids")
+    _check_ids(asked.ids, model, "ids")
     return _answered([model.tokenizer.decode(ids, skip_special_tokens=asked.skip_special_tokens) for ids in asked.ids])
 
 
-def _check_ids(ids: Sequence[int], model: ServedModel, field: str) -> None:
+def _check_size(size: int, of: str, field: str) -> None:
+    if size > _LONGEST:
+        raise InvalidPromptError(
+            f"{field} has {size:,} {of}, the limit is {_LONGEST:,}: send several requests", param=field
+        )
+
+
+def _check_ids(lists: Sequence[Sequence[int]], model: ServedModel, field: str) -> None:
+    _check_size(sum(map(len, lists)), "ids", field)
     most = model.engine.loaded.config.vocab_size
-    wrong = next((one for one in ids if not 0 <= one < most), None)
+    wrong = next((one for ids in lists for one in ids if not 0 <= one < most), None)
     if wrong is not None:
         raise InvalidPromptError(f"{field} has {wrong}; this model's ids are 0 to {most - 1}", param=field)
 

@@ -48,8 +48,10 @@ def as_conversations(value: object, info: ValidationInfo) -> list[Conversation] 
     """
     if value is None:
         return None
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list):
         raise InvalidPromptError(f"messages is {kind_of(value)}; give an array of messages", param="messages")
+    if not value:
+        raise InvalidPromptError("messages is empty", param="messages")
     conversations = value if all(isinstance(one, list) for one in value) else [value]
     check_count(conversations, "messages", info)
     return [_conversation(one) for one in conversations]
@@ -112,6 +114,15 @@ def image_urls(conversation: Conversation) -> list[str]:
     return [part["url"] for part in parts if part["type"] == "image"]
 
 
+def check_images(images: int, field: str, context: Any) -> None:
+    """Refuses more images than the server takes inputs, however they are spread over inputs."""
+    most = (context or {}).get("max_inputs")
+    if most is not None and images > most:
+        raise InvalidPromptError(
+            f"{field} has {images:,} images, the limit is {most:,}: send several requests", param=field
+        )
+
+
 def least_size(images: int) -> int:
     """About as many characters of text as take as long to prepare as so many images."""
     return _IMAGE_SIZE * images
@@ -148,10 +159,15 @@ class ChatFields(CommonFields):
             )
         if self.messages is None and (self.chat_template is not None or self.chat_template_kwargs):
             raise InvalidParameterError("chat_template goes with messages", param="chat_template")
+        check_images(self._images, "messages", context)
+
+    @property
+    def _images(self) -> int:
+        return sum(len(image_urls(one)) for one in self.messages or ())
 
     @property
     def least_size(self) -> int:
-        return least_size(sum(len(image_urls(one)) for one in self.messages or ()))
+        return least_size(self._images)
 
     @property
     def gets_special_tokens(self) -> bool:

@@ -66,6 +66,10 @@ class CohereEmbedRequest(CommonFields):
             raise InvalidParameterError(
                 "max_tokens and truncate_prompt_tokens say the same: give one", param="max_tokens"
             )
+        if self.max_tokens is not None and self.truncate in (False, "NONE"):
+            raise InvalidParameterError(
+                f"truncate={self.truncate!r} contradicts max_tokens={self.max_tokens}", param="truncate"
+            )
 
     @property
     def prompts(self) -> list[str]:

@@ -8,7 +8,11 @@ from pydantic import BaseModel
 
 
 class ModelCard(BaseModel):
-    """A served model. `root` is what was loaded; `max_model_len` is how many tokens it takes at once."""
+    """A served model.
+
+    `root` is its name on the hub, or `id` where it is a folder of the machine; `max_model_len` is how many tokens it
+    takes at once.
+    """
 
     id: str
     object: Literal["model"] = "model"

@@ -70,12 +70,25 @@ class PoolingRequest(_StepFields, EncodingFields, TokenVectorFields):
         )
 
 
+class ImageGrid(BaseModel):
+    """Which rows of a result are the patches of an image: `rows * columns` from `first_row` on, line by line.
+
+    The patches cover the image in equal cells, from its top left corner.
+    """
+
+    rows: int
+    columns: int
+    first_row: int
+
+
 class PoolingData(BaseModel):
     """One result: a vector or rows of numbers, or base64 of their bytes with their shape.
 
     A sparse vector is indices and values. Of several tasks it is an object with a result for each.
     `prompt_token_ids` are there where they are asked for: special tokens included, after truncation. Multi-vector
     models have no vector for some: `row_places` says where the token of each row stands, unless rows are clusters.
+    `image_grids` are those of the images of a prompt whose tokens are embedded; null where the model cuts images into
+    tiles, crops or pads them, so that its patches are no single grid over the image.
     """
 
     object: Literal["pooling"]
@@ -84,6 +97,7 @@ class PoolingData(BaseModel):
     shape: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     row_places: list[int] | None = None
+    image_grids: list[ImageGrid] | None = None
 
 
 class PoolingResponse(BaseModel):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, PlainValidator, ValidationInfo, WithJsonSchema
 
-from anypool.entrypoints.serve.schemas.chat import CONTENT_SCHEMA, least_size, read_content
+from anypool.entrypoints.serve.schemas.chat import CONTENT_SCHEMA, check_images, least_size, read_content
 from anypool.entrypoints.serve.schemas.common import CommonFields, Usage, check_count, kind_of
 from anypool.errors import InvalidParameterError, InvalidPromptError
 
@@ -125,9 +126,17 @@ class ScoreRequest(_PairFields):
     text_1: Side | None = None
     text_2: Side | None = None
 
+    def model_post_init(self, context: Any) -> None:
+        check_images(self._images, "documents", context)
+
+    @property
+    def _images(self) -> int:
+        sides = (getattr(self, name) or () for name in dict.fromkeys(itertools.chain(*_SIDES)))
+        return sum(_images_of(one) for side in sides for one in side)
+
     @property
     def least_size(self) -> int:
-        return least_size(sum(_images_of(one) for side in self.sides for one in side))
+        return least_size(self._images)
 
     @property
     def sides(self) -> tuple[list[Scored], list[Scored]]:
@@ -174,10 +183,15 @@ class RerankRequest(_PairFields):
     max_chunks_per_doc: int | None = Field(None, description="Only 1 is served.")
 
     @property
+    def _images(self) -> int:
+        return sum(map(_images_of, (self.query, *self.documents)))
+
+    @property
     def least_size(self) -> int:
-        return least_size(sum(map(_images_of, (self.query, *self.documents))))
+        return least_size(self._images)
 
     def model_post_init(self, context: Any) -> None:
+        check_images(self._images, "documents", context)
         for name, only in (("rank_fields", ["text"]), ("max_chunks_per_doc", 1)):
             if getattr(self, name) not in (None, only):
                 raise InvalidParameterError(

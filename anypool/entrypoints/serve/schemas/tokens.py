@@ -24,6 +24,8 @@ class TokenizeRequest(ChatFields):
             raise InvalidParameterError("give prompt, or messages", param="prompt")
         if self.messages is not None and len(self.messages) != 1:
             raise InvalidPromptError("messages holds several conversations; give one", param="messages")
+        if self._images:
+            raise InvalidPromptError("messages has an image, whose tokens are not text: leave it out", param="messages")
 
 
 class TokenizeResponse(BaseModel):
