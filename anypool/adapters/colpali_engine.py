@@ -97,7 +97,7 @@ class PageProcessor:
     def __init__(self, repository: Repository, architecture: str, wording: Wording) -> None:
         self._kind, self._wording = _KINDS[architecture], wording
         self._processor = load_processor(repository, cls=self._kind.processor)
-        self.tokenizer = self._processor.tokenizer
+        self.tokenizer, self.image_processor = self._processor.tokenizer, self._processor.image_processor
         if self._kind.augmentation is None:
             self._start, augmentation = self.tokenizer.bos_token, self.tokenizer.pad_token
         else:

@@ -163,3 +163,22 @@ def test_a_base_without_the_last_layer_is_refused() -> None:
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(WeightsError, match=r"custom_text_proj\.weight of the layer"):
         LLM(folder, **options())
+
+
+OLD_ADAPTERS = {
+    "colpali-lora": (r"model\.model\.language_model\.", "model.language_model.model."),
+    "colqwen2-lora": (r"model\.language_model\.", "model.model."),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_of_older_versions_of_transformers_are_read(name: str) -> None:
+    folder, expected = adapter_folder(name), load_file(FOLDER / f"{name}.safetensors")
+    weights = load_file(folder / "adapter_model.safetensors")
+    pattern, into = OLD_ADAPTERS[name]
+    renamed = {re.sub(pattern, into, key): tensor for key, tensor in weights.items()}
+    assert renamed.keys() != weights.keys()
+    save_file(renamed, folder / "adapter_model.safetensors")
+    with loaded(folder, **options()) as llm:
+        [output] = llm.token_embed(QUERIES[1], use_tqdm=False)
+    assert_close(output.outputs.data, expected["0.3.18.query.1"])
