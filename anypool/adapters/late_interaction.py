@@ -60,7 +60,8 @@ def read_late_interaction(repository: Repository) -> Recipe | None:
     if kind == "ColBERT" or (kind is None and any(key in settings for key in _PYLATE_KEYS)):
         return _pylate(repository, settings)
     config = {} if repository.gguf is not None else repository.read_object("config.json") or {}
-    if kind is None and STANFORD_ARCHITECTURE in (config.get("architectures") or ()):
+    named = config.get("architectures")  # whether they are names is checked where the configuration is read
+    if kind is None and isinstance(named, list) and STANFORD_ARCHITECTURE in named:
         return _stanford(repository)
     return None
 
