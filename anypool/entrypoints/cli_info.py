@@ -342,4 +342,4 @@ def _prompts(facts: dict[str, Any]) -> list[tuple[str, str]]:
         return [("prompts", "none")]
     rows = [("prompts", f"{name}: {text!r}") for name, text in facts["prompts"].items()]
     rows.append(("default prompt", facts["default_prompt_name"] or "none"))
-    return [*rows, ("texts", "in the chat template")] if facts.get("texts_in_chat_template") else rows
+    return [*rows, ("texts", "in the chat template")] if facts["texts_in_chat_template"] else rows

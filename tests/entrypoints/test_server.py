@@ -246,7 +246,7 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str, str]] = {
     "endianness": ({"input": "a", "endianness": "middle"}, "endianness", "'native', 'little' or 'big'"),
     "messages": ({"messages": [{"role": "user", "content": "a"}]}, "messages", "has no chat template"),
     "both inputs": ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, "messages", "both given"),
-    "messages empty": ({"messages": []}, "messages", "an array"),
+    "messages empty": ({"messages": []}, "messages", "messages is empty"),
     "message without a role": ({"messages": [{"content": "a"}]}, "messages", "role and content"),
     "message with an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
