@@ -706,7 +706,8 @@ def test_info_shows_modules_prompts_and_sizes() -> None:
         "parameters": 12345,
         "batches": {"way": "padded", "rejected": ["packed batches: it takes no position_ids"]},
         "quantization": {"layers": 24, "kept_layers": ["a"], "mean_cosine": 0.99126, "min_cosine": 0.98},
-        "device": "cpu", "texts_in_chat_template": False, "tasks": ["embed"], "modalities": ["text", "image"], "embedding_size": 256,
+        "device": "cpu", "tasks": ["embed"], "texts_in_chat_template": False,
+        "modalities": ["text", "image"], "embedding_size": 256,
         "trained_dimensions": [128, 256],
         "attention": {
             "causal": True, "sliding_window": 512, "softcap": 50.0, "layers": {"triton": 26, "varlen": 2}
