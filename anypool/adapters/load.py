@@ -35,6 +35,8 @@ from anypool.adapters.settings import Setting, pooling_defaults, resolve_setting
 from anypool.adapters.sparse import Backing, SparseHead, find_sparse_head
 from anypool.config import EngineConfig, PoolerConfig
 from anypool.errors import CheckpointFormatError, ConfigError
+from anypool.model_executor.degrees import require_degree
+from anypool.model_executor.distributed import ranks
 from anypool.model_executor.layers.packing import pack_linears
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import is_pooling_model, load_backbone
@@ -151,6 +153,7 @@ def load_pooling_model(
     opened = opened or open_model(engine)
     config, recipe, user = opened.config, opened.recipe, engine.pooler_config or PoolerConfig()
     model_cls: Any = ModelRegistry.resolve_model_cls(config, model_impl=engine.model_impl)
+    require_degree(model_cls, config, ranks().tp_size)
     own_pooler = is_pooling_model(model_cls)
     if engine.convert == "none" and not own_pooler:
         raise ConfigError(
