@@ -42,6 +42,7 @@ from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import is_pooling_model, load_backbone
 from anypool.model_executor.models.static import table_size
 from anypool.model_executor.registry import ModelRegistry
+from anypool.model_executor.stages import keep_stage, require_stages
 from anypool.model_executor.weights.checkpoint import Checkpoint, open_checkpoint
 from anypool.model_executor.weights.loading import construct
 from anypool.model_executor.weights.repository import Repository
@@ -154,6 +155,8 @@ def load_pooling_model(
     config, recipe, user = opened.config, opened.recipe, engine.pooler_config or PoolerConfig()
     model_cls: Any = ModelRegistry.resolve_model_cls(config, model_impl=engine.model_impl)
     require_degree(model_cls, config, ranks().tp_size)
+    require_stages(model_cls, config, ranks().pp_size)
+    _refuse_in_stages(engine, recipe)
     own_pooler = is_pooling_model(model_cls)
     if engine.convert == "none" and not own_pooler:
         raise ConfigError(
@@ -192,6 +195,7 @@ def load_pooling_model(
     except TypeError as error:
         raise ConfigError(f"{config.architecture} cannot be loaded: {error}") from error
     model: Any = construct(lambda: pooling_cls(config) if own_pooler else pooling_cls(config, head))
+    elsewhere = keep_stage(model, ranks(), keep_first=sparse is not None)
     settings = resolve_settings(pooling_cls, config, recipe, user, head, is_sparse=sparse is not None)
     types = settings["pooling_type"].value
     dense, size = build_head(opened.repository, recipe.modules, config.hidden_size * len(types))
@@ -207,7 +211,14 @@ def load_pooling_model(
         model.load(opened.backbone, device=device, dtype=dtype, claimed=claimed, progress=progress)
     else:
         load_backbone(
-            model, checkpoint, name=config.name, device=device, dtype=dtype, claimed=claimed, progress=progress
+            model,
+            checkpoint,
+            name=config.name,
+            device=device,
+            dtype=dtype,
+            claimed=claimed,
+            elsewhere=elsewhere,
+            progress=progress,
         )
     pack_linears(model, leave=_heads(model))
     if recipe.layer_weights is not None:
@@ -265,6 +276,21 @@ def load_pooling_model(
         quantization=quantization,
         multi_vector=multi_vector,
     )
+
+
+def _refuse_in_stages(engine: EngineConfig, recipe: Recipe) -> None:
+    """Refuses what needs a whole model, where this process has a stage of it."""
+    stages = ranks().pp_size
+    if stages > 1 and recipe.layer_weights is not None:
+        raise ConfigError(
+            f"pipeline_parallel_size={stages}: WeightedLayerPooling needs the hidden states of all layers in one "
+            "process; leave it at 1"
+        )
+    if stages > 1 and engine.quantization is not None:
+        raise ConfigError(
+            f"pipeline_parallel_size={stages}: quantization={engine.quantization!r} compares a whole model with itself "
+            "before; use tensor_parallel_size, or leave quantization out"
+        )
 
 
 def _embed_pooler(

@@ -14,14 +14,12 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Literal
 
 from anypool.adapters.rerank_templates import TemplatedPrompt
 from anypool.config import EngineConfig
 from anypool.engine.admission import Admission
-from anypool.engine.executor import Executor, LocalExecutor
-from anypool.engine.faults import deadline_error, forget_tensors, model_error, non_finite_error
+from anypool.engine.faults import deadline_error, model_error, non_finite_error
 from anypool.engine.flight import Flight
 from anypool.engine.health import Health
 from anypool.engine.metrics import EngineMetrics
@@ -30,11 +28,11 @@ from anypool.engine.preparation import Preparation, PromptOptions
 from anypool.engine.prompts import Prompt, TextPair
 from anypool.engine.request import Request, check_new, check_turn, leaves
 from anypool.engine.scheduler import Scheduler
-from anypool.engine.setup import load, make_cache, plan_gpu_memory, resolve
+from anypool.engine.start import start
 from anypool.errors import EngineDeadError
-from anypool.model_executor.cpu import give_freed_memory_back, keep_freed_memory, run_apart, set_up_threads
-from anypool.model_executor.faults import is_out_of_memory, is_sticky
-from anypool.model_executor.pooling_model_runner import PoolingModelRunner, RunnerOutput
+from anypool.model_executor.cpu import KeptMemory
+from anypool.model_executor.faults import forget_tensors, is_out_of_memory, is_peers_failure, is_sticky
+from anypool.model_executor.pooling_model_runner import RunnerOutput
 from anypool.model_executor.transfers import make_current
 from anypool.pooling.params import PoolingParams
 from anypool.pooling.tasks import PoolingTask
@@ -43,8 +41,8 @@ logger = logging.getLogger(__name__)
 
 # A budget that runs out of memory is halved, but not below this: then it is the model that is too large.
 _LEAST_TOKENS = 64
-# Seconds after which memory that is kept for the next layer is given back once. It takes about 20 ms.
-_KEPT_MEMORY_S = 5.0
+# Seconds until the device thread of an engine whose ranks have died is given up.
+_LAST_WAIT_S = 5.0
 
 
 class Engine:
@@ -59,21 +57,16 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        set_up_threads()
-        self.tokenizer, self.loaded = run_apart(partial(load, config))
-        self._keeps_memory = self.loaded.device.type == "cpu" and keep_freed_memory()
-        self.config = resolve(config, self.loaded, self.tokenizer)
+        started = start(config)
+        self.config, self.tokenizer, self.loaded = started.config, started.tokenizer, started.loaded
+        self._cache, self._executor = started.cache, started.executor
+        self._memory = KeptMemory(self.loaded.device)
         assert self.config.max_model_len is not None and self.config.max_num_batched_tokens is not None
         self.max_model_len = self.config.max_model_len
         self.metrics = EngineMetrics()
         self._preparation = Preparation(self.loaded, self.tokenizer, self.max_model_len)
         self._scheduler = Scheduler(max_tokens=self.config.max_num_batched_tokens, max_seqs=self.config.max_num_seqs)
         self._admission = Admission(self._scheduler)
-        runner = PoolingModelRunner(self.loaded.model, self.loaded.device, enforce_eager=self.config.enforce_eager)
-        self._executor: Executor = LocalExecutor(runner)
-        self._cache = make_cache(self.config, self.loaded)
-        if self.loaded.device.type == "cuda":
-            plan_gpu_memory(self.config, self.loaded, self._cache, graphs=runner.graphs is not None)
         self._flights: deque[Flight] = deque()
         self._again: deque[Sequence[Request]] = deque()  # what is left of batches that failed, before all that waits
         self._long: LongPrompt | None = None  # whose next chunk waits
@@ -84,7 +77,7 @@ class Engine:
         self._stop_at: float | None = None
         self._death: BaseException | None = None
         self._beat = time.monotonic()
-        self._trimmed = self._beat
+        self._executor.watch(self._wake, self._die)
         self._thread = threading.Thread(target=self._serve, name="anypool-device", daemon=True)
         self._thread.start()
         atexit.register(_close, weakref.ref(self))
@@ -226,9 +219,9 @@ class Engine:
         try:
             make_current(self.loaded.device)
             while self._step():
-                self._trim_memory()
+                self._memory.trim()
         except BaseException as error:  # whatever it is, nobody may be left waiting
-            self._death = error
+            self._death = self._death or error
             logger.exception("the device thread died")
         finally:
             self._fail_waiting()
@@ -246,11 +239,16 @@ class Engine:
         self._running = [request for flight in self._flights for request in flight.requests]
         return True
 
-    def _trim_memory(self) -> None:
-        now = time.monotonic()
-        if self._keeps_memory and now - self._trimmed >= _KEPT_MEMORY_S:
-            self._trimmed = now
-            give_freed_memory_back()
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    def _die(self, error: EngineDeadError) -> None:
+        """Answers everybody, whatever the device thread is at: there is nothing to run anything on any more."""
+        self._death = self._death or error
+        logger.error("%s", error)
+        self._fail_waiting()
+        self._wake()
 
     def _next(self) -> Flight | Sequence[Request] | None:
         """The oldest batch in flight if its results are there, else requests to launch; None when the engine stops.
@@ -258,7 +256,7 @@ class Engine:
         Where neither is to be had, whichever comes first.
         """
         with self._changed:
-            while True:
+            while self._death is None:
                 oldest = self._flights[0] if self._flights else None
                 if oldest is not None and oldest.is_done:
                     return oldest
@@ -272,6 +270,7 @@ class Engine:
                 elif not self._executor.calls_back:
                     return oldest
                 self._changed.wait()
+            return None
 
     def _take(self) -> Sequence[Request]:
         """Takes the requests whose turn it is."""
@@ -373,8 +372,11 @@ class Engine:
 
     def _failed(self, flight: Flight, error: Exception) -> None:
         """Has a failed batch run in halves, a lone request once more where memory was short, or fails it."""
-        self.metrics.failed_batches += 1
-        if is_sticky(error):  # there is nothing to run anything on: end, with an error for everybody who waits
+        is_innocent = is_peers_failure(error)
+        self.metrics.failed_batches += not is_innocent
+        if is_sticky(error) or isinstance(
+            error, EngineDeadError
+        ):  # there is nothing to run anything on: end, with an error for everybody who waits
             raise error
         forget_tensors(error)
         if flight.long is None:
@@ -384,6 +386,9 @@ class Engine:
             return
         else:
             self._end_long(flight.long)  # if the prompt is run again, it starts over
+        if is_innocent:  # it was on its way when another batch failed
+            self._start_over(flight)
+            return
         if is_out_of_memory(error):
             self._shrink(flight)
         if len(flight.requests) > 1:
@@ -401,6 +406,13 @@ class Engine:
             return
         self.metrics.ended(request, "error")
         request.fail(model_error(request, error))
+
+    def _start_over(self, flight: Flight) -> None:
+        if not flight.in_chunks:
+            self._again.append(flight.requests)
+            return
+        with self._changed:
+            self._scheduler.put_back(flight.requests[0], 0)
 
     def _shrink(self, flight: Flight) -> None:
         """Halves the token budget, for good: what did not fit once will not fit the next time.
@@ -452,8 +464,11 @@ class Engine:
             self._changed.notify()
         if threading.current_thread() is self._thread:
             return
+        if isinstance(self._death, EngineDeadError):  # the thread may wait for a process that is no more
+            timeout_s = min(timeout_s, _LAST_WAIT_S)
         self._thread.join(min(drain_s + timeout_s, threading.TIMEOUT_MAX))
         if self._thread.is_alive():
+            self._executor.kill()
             logger.error("the device thread has not ended within %.0f s and is given up", drain_s + timeout_s)
             self._fail_waiting()
 
@@ -468,6 +483,8 @@ class Engine:
             request.fail(error)
 
     def _end_message(self) -> str:
+        if isinstance(self._death, EngineDeadError):
+            return str(self._death)
         return "the engine is shut down" if self._death is None else f"the device thread died: {self._death!r}"
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
+from anypool.errors import EngineDeadError
 from anypool.model_executor.pooling_model_runner import Launched, PoolingModelRunner, RunnerOutput
 from anypool.model_executor.rank import Rank, Work
 
@@ -34,6 +36,9 @@ class Executor(Protocol):
     depth: int
     calls_back: bool
 
+    def watch(self, on_done: Callable[[], None], on_death: Callable[[EngineDeadError], None]) -> None:
+        """Says whom to call, in any thread, when a pass is done, and when nothing can be run any more."""
+
     def launch(self, work: Work) -> InFlight:
         """Launches one, or raises what the model raised."""
 
@@ -44,7 +49,10 @@ class Executor(Protocol):
         """Gives back what can be made again, after memory was short."""
 
     def close(self) -> None:
-        """Ends whatever the executor started. May be called twice, and from any thread."""
+        """Ends whatever the executor started, on the thread that launches."""
+
+    def kill(self) -> None:
+        """The same by force, from any thread."""
 
 
 class LocalExecutor:
@@ -61,6 +69,9 @@ class LocalExecutor:
         self.depth = 1 if runner.device.type == "cpu" else 2
         self._rank = Rank(runner)
 
+    def watch(self, on_done: Callable[[], None], on_death: Callable[[EngineDeadError], None]) -> None:
+        pass  # `result` waits, and this process dies as a whole
+
     def launch(self, work: Work) -> Launched:
         launched = self._rank.launch(work)
         assert launched is not None
@@ -74,3 +85,6 @@ class LocalExecutor:
 
     def close(self) -> None:
         self.forget_chunks()
+
+    def kill(self) -> None:
+        pass

@@ -14,6 +14,7 @@ from anypool.kernels.varlen_attention import LARGEST_HEAD
 from anypool.model_executor.cuda_graphs import CudaGraphs
 from anypool.model_executor.distributed import ranks
 from anypool.model_executor.packed_batch import PackedBatch, common_rows
+from anypool.model_executor.stages import StageLink
 from anypool.model_executor.transfers import ToHost
 from anypool.pooling.methods import Segments
 from anypool.pooling.plan import PoolingPlan
@@ -106,15 +107,23 @@ class PoolingModelRunner:
         device: Where it runs.
         enforce_eager: Whether CUDA graphs are never captured.
         graphs: Captured forward passes, in place of those that are made where the model and the device allow it.
+        link: To the stages before and behind, where the model is one of several.
     """
 
     def __init__(
-        self, model: Any, device: torch.device, *, enforce_eager: bool = False, graphs: CudaGraphs | None = None
+        self,
+        model: Any,
+        device: torch.device,
+        *,
+        enforce_eager: bool = False,
+        graphs: CudaGraphs | None = None,
+        link: StageLink | None = None,
     ) -> None:
         self.model = model
+        self.link = link
         self.device = device
         self.graphs = graphs
-        if graphs is None and not enforce_eager and can_capture(model, device):
+        if graphs is None and not enforce_eager and link is None and can_capture(model, device):
             self.graphs = CudaGraphs(self.compute, device)
 
     def run(
@@ -243,21 +252,27 @@ class PoolingModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> torch.Tensor:
-        """`[T, D]` hidden states of a batch on the model's device."""
+        """`[T, D]` hidden states of a batch on the model's device, after this stage's layers."""
         tokens = batch.input_ids_T.shape[0]
         if self._fills:
             batch = batch.filled()
+        is_last = self.link is None or self.link.is_last
         prefix = batch.attn.prefix
         if prefix is not None:
             prefix.begin()
-        images = {"images": batch.images} if batch.images else {}  # only classes that read images know the argument
+        # Not every class knows these arguments.
+        given: dict[str, Any] = {"images": batch.images} if batch.images else {}
+        if self.link is not None and not self.link.is_first:
+            given["intermediate"] = self.link.receive()
         hidden_TD: torch.Tensor = self.model(
-            batch.input_ids_T, batch.positions_T, batch.attn, token_type_ids_T=batch.token_type_ids_T, **images
+            batch.input_ids_T, batch.positions_T, batch.attn, token_type_ids_T=batch.token_type_ids_T, **given
         )
         if prefix is not None:
             prefix.end()
-            if batch.keeps_hidden:
+            if batch.keeps_hidden and is_last:
                 prefix.store.write_hidden(prefix.slots_S, hidden_TD.index_select(0, prefix.rows_S))
+        if self.link is not None and not is_last:
+            self.link.send(hidden_TD)
         return hidden_TD[:tokens]
 
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+
+from anypool.model_executor import distributed
+from anypool.model_executor.distributed import Ranks
+from anypool.model_executor.faults import PeerFailedError, forget_tensors
 from anypool.model_executor.packed_batch import PackedBatch
-from anypool.model_executor.pooling_model_runner import Launched, PoolingModelRunner
+from anypool.model_executor.pooling_model_runner import Launched, PoolingModelRunner, RunnerOutput
 from anypool.pooling.plan import PoolingPlan
 from anypool.pooling.pooler import ChunkedPooling
 
@@ -41,17 +47,18 @@ class Rank:
 
     Args:
         runner: Of this process's part of the model.
-        pools: Whether results are made here, rather than on another rank.
+        ranks: Where this process stands.
     """
 
-    def __init__(self, runner: PoolingModelRunner, *, pools: bool = True) -> None:
+    def __init__(self, runner: PoolingModelRunner, ranks: Ranks | None = None) -> None:
         self.runner = runner
-        self.pools = pools
+        self._is_split = ranks is not None and ranks.tp_size > 1
+        self._pools = ranks is None or (ranks.is_last_stage and ranks.tp_rank == 0)
         self._pooling: list[ChunkedPooling] = []
 
     def launch(self, work: Work) -> Launched | None:
         """Launches this process's part of a forward pass; None where the results come from another rank."""
-        if not self.pools:
+        if not self._pools:
             self.runner.forward(work.batch.to(self.runner.device))
             return None
         if work.chunk is None:
@@ -66,3 +73,35 @@ class Rank:
     def forget_chunks(self) -> None:
         """Frees what a long prompt left that will not be run to its end."""
         self._pooling = []
+
+    def attempt(self, work: Work) -> RunnerOutput | Exception | None:
+        """What this process's part of a forward pass gives or raises. After an error nobody waits for this process.
+
+        Processes that hold layers together cannot tell how far the others have come, so one that fails leaves them.
+        That ends their waiting. They fail, too, and all have to join each other again.
+        """
+        link = self.runner.link
+        if self._is_split and distributed.ranks().size == 1:
+            return PeerFailedError("this rank has left the others")
+        try:
+            if link is not None:
+                link.begin()
+            launched = self.launch(work)
+            return None if launched is None else launched.result()
+        except Exception as error:  # anything a model may raise; it goes to the request that caused it
+            failure = error
+        forget_tensors(failure)  # they hold the connections, too
+        if self._is_split and self.runner.device.type == "cpu":
+            self.leave()
+        elif link is not None:
+            with suppress(RuntimeError):  # a connection that is gone needs no news
+                link.give_up()
+        if self.runner.device.type == "cuda":
+            torch.cuda.synchronize()  # does not end where a sum waits for others: who is not heard of then is given up
+        return failure
+
+    def leave(self) -> None:
+        """Closes the connections to the other processes."""
+        if self.runner.link is not None:
+            self.runner.link.forget()
+        distributed.stop()
