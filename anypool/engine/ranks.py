@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from itertools import count
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -140,8 +141,10 @@ class RanksExecutor:
     """
 
     calls_back = True
+    is_open: ClassVar[bool] = False  # torch.distributed has one set of connections per process
 
     def __init__(self, config: EngineConfig, rank: Rank, processes: Processes) -> None:
+        RanksExecutor.is_open = True
         # One more than stages: while all of them are busy, the next batch is on its way.
         self.depth = config.pipeline_parallel_size + 1 if config.pipeline_parallel_size > 1 else 1
         self.runner = rank.runner
@@ -233,6 +236,8 @@ class RanksExecutor:
         self._processes.end()
         self._rank.forget_chunks()
         self._rank.leave()
+        self._processes.clean_up()
+        RanksExecutor.is_open = False
 
     def kill(self) -> None:
         self._processes.end(at_once=True)

@@ -54,10 +54,10 @@ def start(config: EngineConfig) -> Started:
         EngineError: A process of the ranks has ended, or has not started in time.
     """
     set_up_threads()
-    if (size := distributed.ranks().size) > 1:
+    if RanksExecutor.is_open:
         raise ConfigError(
-            f"an engine of this process holds its model with {size} ranks, and such an engine is the only one of its "
-            "process: close it first"
+            f"an engine of this process holds its model with {distributed.ranks().size} ranks, and such an engine is "
+            "the only one of its process: close it first"
         )
     return _start_alone(config) if config.num_ranks == 1 else _start_ranks(config)
 
@@ -86,6 +86,7 @@ def _start_ranks(config: EngineConfig) -> Started:
     except BaseException:
         processes.end(at_once=True)
         distributed.stop()
+        processes.clean_up()
         raise
 
 
