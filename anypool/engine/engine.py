@@ -25,7 +25,8 @@ from anypool.engine.faults import deadline_error, forget_tensors, model_error, n
 from anypool.engine.health import Health
 from anypool.engine.metrics import EngineMetrics
 from anypool.engine.pieces import LongPrompt, Piece
-from anypool.engine.preparation import Preparation, PromptOptions
+from anypool.engine.preparation import Preparation
+from anypool.engine.prompt_options import PromptOptions
 from anypool.engine.prompts import Prompt, TextPair
 from anypool.engine.request import Request, check_new, check_turn, leaves
 from anypool.engine.scheduler import Scheduler

@@ -16,7 +16,7 @@ from anypool.adapters.heads import labels_of
 from anypool.adapters.rerank_templates import ChatTemplate
 from anypool.config import EngineConfig, is_int
 from anypool.engine.engine import Engine
-from anypool.engine.preparation import PromptOptions
+from anypool.engine.prompt_options import PromptOptions
 from anypool.engine.prompts import Prompt, as_given, as_prompt_list, check_text
 from anypool.engine.request import Request, leaves
 from anypool.engine.spans import check_span_lists, check_spans

@@ -16,7 +16,7 @@ import torch
 from anypool.adapters.rerank_templates import ChatTemplate, RerankTemplate, TemplatedPrompt
 from anypool.config import is_number
 from anypool.engine.engine import Engine
-from anypool.engine.preparation import PromptOptions
+from anypool.engine.prompt_options import PromptOptions
 from anypool.engine.prompts import ImagePrompt, Prompt, TextPair, as_image_prompt, check_text
 from anypool.engine.request import Request
 from anypool.errors import InvalidParameterError, InvalidPromptError, UnsupportedTaskError
