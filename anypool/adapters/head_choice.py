@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from anypool.adapters.bge_m3 import BgeM3, find_bge_m3
+from anypool.adapters.cross_encoder import score_head
 from anypool.adapters.heads import Head, find_head
 from anypool.adapters.lm_head_rows import head_from_config, manifest_head, rows_head
 from anypool.adapters.opened import OpenedModel
@@ -20,7 +21,6 @@ from anypool.adapters.rerank_templates import (
     own_template,
     read_template,
 )
-from anypool.adapters.sentence_transformers import score_head
 from anypool.adapters.sparse import SparseHead, find_sparse_head
 from anypool.config import EngineConfig, PoolerConfig
 from anypool.errors import CheckpointFormatError, ConfigError

@@ -14,13 +14,14 @@ from anypool.adapters.head_choice import Beside, choose_template, find_beside, p
 from anypool.adapters.heads import Head
 from anypool.adapters.late_interaction import build_token_head
 from anypool.adapters.layer_weights import mix_layers
+from anypool.adapters.module_head import build_head
 from anypool.adapters.multi_vector import MultiVector, Vocabulary, serve_token_vectors, token_vector_defaults
 from anypool.adapters.opened import OpenedModel, open_model
 from anypool.adapters.placement import pick_device, pick_dtype
 from anypool.adapters.pooling_model import as_pooling_model, score_poolers
 from anypool.adapters.quantization import Quantization, quantize, require_int8
+from anypool.adapters.recipe import Recipe
 from anypool.adapters.rerank_templates import RerankTemplate
-from anypool.adapters.sentence_transformers import Recipe, build_head
 from anypool.adapters.settings import Setting, pooling_defaults, resolve_settings
 from anypool.adapters.sparse import Backing, SparseHead
 from anypool.config import EngineConfig, PoolerConfig

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from anypool.adapters.colpali_engine import with_base
 from anypool.adapters.dense_choice import choose_dense, dense_folders
 from anypool.adapters.late_interaction import read_late_interaction
-from anypool.adapters.sentence_transformers import Recipe, read_recipe, recipe_of_family
+from anypool.adapters.recipe import Recipe, recipe_of_family
+from anypool.adapters.sentence_transformers import read_recipe
 from anypool.config import EngineConfig
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.static import table_size

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from anypool.adapters.recipe import Recipe
 from anypool.adapters.rerank_templates import TemplatedPrompt
-from anypool.adapters.sentence_transformers import Recipe
 from anypool.engine.fitting import Fitting
 from anypool.engine.image_prompts import ImagePrompts
 from anypool.engine.prompt_options import PromptOptions
