@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from anypool.adapters.load import LoadedModel
 from anypool.engine.fitting import Fitted
@@ -11,6 +12,7 @@ from anypool.engine.windows import combination
 from anypool.errors import InvalidPromptError, PromptTooLongError
 from anypool.model_executor.images import ImageInputs
 from anypool.pooling.plan import PoolingPlan
+from anypool.pooling.pooler import DispatchPooler
 from anypool.pooling.tasks import PoolingTask
 
 # What cannot be made of a text's windows.
@@ -28,6 +30,9 @@ class Assembly:
     def __init__(self, loaded: LoadedModel, max_model_len: int) -> None:
         self._loaded, self._max_model_len = loaded, max_model_len
         self._ids = itertools.count()
+        pooler: Any = loaded.model.pooler
+        has_own = isinstance(pooler, DispatchPooler) and PoolingTask.TOKEN_EMBED in pooler.tasks
+        self._left_out = pooler[PoolingTask.TOKEN_EMBED].left_out if has_own else 0
 
     def next_name(self) -> str:
         """A name for a request that no other has."""
@@ -114,6 +119,11 @@ class Assembly:
             raise InvalidPromptError(
                 f"input {index} has the token id {wrong}; this model's ids are 0 to {vocab - 1}: "
                 "it may be of another tokenizer, and texts are safer"
+            )
+        if plan.task is PoolingTask.TOKEN_EMBED and len(ids) <= self._left_out:
+            raise InvalidPromptError(
+                f"input {index} has no token vectors: {self._loaded.config.name} gives none to its first token, and it "
+                "has no other"
             )
         if tokens.skip >= len(ids):
             raise InvalidPromptError(

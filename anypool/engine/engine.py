@@ -149,6 +149,10 @@ class Engine:
         """Where a request's tokens stand in the text it came from; None where it came from token ids."""
         return self._preparation.offsets(prompt, request, options)
 
+    def kept_places(self, ids: list[int], options: PromptOptions) -> Sequence[int]:
+        """Which of a text's token ids, special ones included, are left where these options cut it."""
+        return self._preparation.kept_places(ids, options)
+
     def prompt_text(self, options: PromptOptions) -> str:
         """The text that these options put before each input."""
         return self._preparation.prompt_text(options)

@@ -20,7 +20,7 @@ from anypool.engine.request import Request
 from anypool.engine.spans import SpannedPrompt, refuse_unless_mean, token_spans
 from anypool.engine.text_template import TextTemplate
 from anypool.engine.token_vector_prompts import TokenVectorPrompts
-from anypool.engine.tokenization import Tokenizer
+from anypool.engine.tokenization import Tokenizer, kept_positions
 from anypool.errors import InvalidParameterError, InvalidPromptError, UnsupportedTaskError
 from anypool.model_executor.images import ImageInputs
 from anypool.pooling.params import PoolingParams
@@ -239,6 +239,14 @@ class Preparation:
             return None
         kept, truncated = len(request.token_ids), request.num_truncated_tokens
         return self._encoding.offsets(text, self.prompt_text(options), kept, truncated, self._encoding.side(options))
+
+    def kept_places(self, ids: list[int], options: PromptOptions) -> Sequence[int]:
+        """Which of a text's token ids, special ones included, are left where the options cut it."""
+        limit, side = self._fitting.limit(options.truncate_prompt_tokens), self._encoding.side(options)
+        if limit is None or len(ids) <= limit:
+            return range(len(ids))
+        tokenizer = self._fitting.need_tokenizer()
+        return kept_positions(ids, limit, side=side, prefix=tokenizer.prefix_ids, suffix=tokenizer.suffix_ids)
 
     def prompt_text(self, options: PromptOptions) -> str:
         """The text that is put before each input: the one given, the named one, or the checkpoint's default one."""
