@@ -32,9 +32,9 @@ class OpenedModel:
     recipe: Recipe
 
 
-def open_model(engine: EngineConfig) -> OpenedModel:
-    """Finds a checkpoint, fetches it where it is a hub id, and reads its small files."""
-    repository = Repository.open(engine.model, revision=engine.revision, cache_dir=engine.download_dir)
+def open_model(engine: EngineConfig, *, weights: bool = True) -> OpenedModel:
+    """Finds a checkpoint, fetches it, its weights or its small files alone, where it is a hub id, and reads these."""
+    repository = Repository.open(engine.model, revision=engine.revision, cache_dir=engine.download_dir, weights=weights)
     repository = with_base(repository, cache_dir=engine.download_dir)
     recipe = read_late_interaction(repository) or read_recipe(repository)
     backbone = repository.subfolder(recipe.backbone)
