@@ -26,6 +26,8 @@ from anypool.adapters.settings import Setting, pooling_defaults, resolve_setting
 from anypool.adapters.sparse import Backing, SparseHead
 from anypool.config import EngineConfig, PoolerConfig
 from anypool.errors import CheckpointFormatError, ConfigError
+from anypool.model_executor.degrees import require_degree
+from anypool.model_executor.distributed import ranks
 from anypool.model_executor.layers.packing import pack_linears
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import is_pooling_model, load_backbone
@@ -168,6 +170,7 @@ def _model_class(engine: EngineConfig, opened: OpenedModel, user: PoolerConfig) 
     """The backbone's class; an error where what the user asks for contradicts it."""
     config, recipe = opened.config, opened.recipe
     model_cls = ModelRegistry.resolve_model_cls(config, model_impl=engine.model_impl)
+    require_degree(model_cls, config, ranks().tp_size)
     own_pooler = is_pooling_model(model_cls)
     if engine.convert == "none" and not own_pooler:
         raise ConfigError(

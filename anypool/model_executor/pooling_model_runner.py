@@ -12,6 +12,7 @@ import torch
 from anypool.kernels.dispatch import has_triton
 from anypool.kernels.varlen_attention import LARGEST_HEAD
 from anypool.model_executor.cuda_graphs import CudaGraphs
+from anypool.model_executor.distributed import ranks
 from anypool.model_executor.packed_batch import PackedBatch, common_rows
 from anypool.model_executor.transfers import to_host
 from anypool.pooling.methods import Segments
@@ -193,7 +194,9 @@ class PoolingModelRunner:
 
 def can_capture(model: Any, device: torch.device) -> bool:
     """Whether a model's forward pass fits into a CUDA graph: it asks nothing of the host, and its attention neither."""
-    return device.type == "cuda" and bool(getattr(model, "can_capture", False)) and _has_packed_attention(model)
+    is_alone = ranks().tp_size == 1  # a graph would hold sums over processes, which wait for each other
+    says_so = bool(getattr(model, "can_capture", False))
+    return device.type == "cuda" and is_alone and says_so and _has_packed_attention(model)
 
 
 def _has_packed_attention(model: Any) -> bool:

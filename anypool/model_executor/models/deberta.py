@@ -14,6 +14,7 @@ from anypool.model_executor.layers.activation import activation
 from anypool.model_executor.layers.embedding import Embedding
 from anypool.model_executor.layers.linear import Linear
 from anypool.model_executor.layers.norm import LayerNorm
+from anypool.model_executor.layers.split import LocalHeads
 from anypool.model_executor.model_config import DisentangledConfig, ModelConfig
 from anypool.model_executor.models.interfaces import Backbone, LayerStates, refuse_unused
 
@@ -27,18 +28,18 @@ class DebertaAttention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         size = config.hidden_size
-        self.heads = config.num_heads
+        self.heads = len(LocalHeads.share(config.num_heads, config.num_heads).queries)
         style = _style(config)
         self.kinds = style.kinds
         self.shared = style.share_key
-        self.qkv_proj = Linear(size, {"q_proj": size, "k_proj": size, "v_proj": size}, bias=True)
+        self.qkv_proj = Linear(size, {"q_proj": size, "k_proj": size, "v_proj": size}, bias=True, split="column")
         if style.span and not self.shared and "c2p" in self.kinds:
-            self.pos_key_proj = Linear(size, size, bias=True)
+            self.pos_key_proj = Linear(size, size, bias=True, split="column")
         if style.span and not self.shared and "p2c" in self.kinds:
-            self.pos_query_proj = Linear(size, size, bias=True)
-        self.o_proj = Linear(size, size, bias=True)
+            self.pos_query_proj = Linear(size, size, bias=True, split="column")
+        self.o_proj = Linear(size, size, bias=True, split="row")
         self.norm = LayerNorm(size, eps=config.norm_eps)
-        self.scale = 1 / math.sqrt(size // self.heads * (1 + len(self.kinds)))
+        self.scale = 1 / math.sqrt(size // config.num_heads * (1 + len(self.kinds)))
 
     def forward(
         self, x_TD: torch.Tensor, attn: AttentionMetadata, positions_RD: torch.Tensor | None, index_MM: torch.Tensor
@@ -86,8 +87,8 @@ class DebertaLayer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention = DebertaAttention(config)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=True)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=True)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=True, split="column")
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=True, split="row")
         self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.act = activation(config.hidden_act)
 
@@ -127,7 +128,7 @@ class DebertaEmbeddings(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         size = config.hidden_size
-        self.word_embeddings = Embedding(config.vocab_size, size)
+        self.word_embeddings = Embedding(config.vocab_size, size, split=True)
         self.position_embeddings = Embedding(config.max_positions, size) if _style(config).absolute else None
         self.token_type_embeddings = Embedding(config.type_vocab_size, size) if config.type_vocab_size else None
         self.norm = LayerNorm(size, eps=config.norm_eps)
@@ -149,6 +150,7 @@ class DebertaV2Model(Backbone):
 
     attn_type = "encoder_only"
     gives_layers = True
+    can_split = True
     default_pooling_type = "MEAN"
     checkpoint_renames = (
         (r"^deberta\.", ""),

@@ -28,6 +28,8 @@ class Backbone(nn.Module):
         ignored_checkpoint_names: Regular expressions of tensors that a checkpoint may hold and nobody needs.
         has_attention_bias: Whether a table is added to the scores of every layer.
         gives_layers: Whether `forward` takes `output_layers`.
+        can_split: Whether several processes may hold a model together: its layers say how they are split, and its
+            attention computes the heads of this process (`layers.split`).
         image_input: How images come into a prompt, for classes whose `forward` takes `images`, one entry per sequence:
             "tower" for an image in place of a text, "page" for an image with a text of the model's own around it,
             "inline" for images anywhere in a text. None for classes that read text alone.
@@ -50,6 +52,7 @@ class Backbone(nn.Module):
     ignored_checkpoint_names: ClassVar[Sequence[str]] = ()
     has_attention_bias: ClassVar[bool] = False
     gives_layers: ClassVar[bool] = False
+    can_split: ClassVar[bool] = False
     image_input: ClassVar[Literal["tower", "page", "inline"] | None] = None
 
     takes_prefix: bool = False

@@ -14,6 +14,7 @@ from anypool.model_executor.layers.embedding import Embedding
 from anypool.model_executor.layers.linear import GatedLinear, Linear
 from anypool.model_executor.layers.norm import LayerNorm
 from anypool.model_executor.layers.rotary import Rotary, apply_rotary
+from anypool.model_executor.layers.split import LocalHeads, even_share
 from anypool.model_executor.model_config import SLIDING, ModelConfig
 from anypool.model_executor.models.interfaces import Backbone, LayerStates, refuse_unused
 
@@ -29,9 +30,16 @@ class ModernBertAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, kind: str) -> None:
         super().__init__()
-        self.heads = config.num_heads
-        self.Wqkv = Linear(config.hidden_size, 3 * config.hidden_size, bias=config.attention_bias)
-        self.Wo = Linear(config.hidden_size, config.hidden_size, bias=config.attention_bias)
+        size = config.hidden_size
+        self.heads = len(LocalHeads.share(config.num_heads, config.num_heads).queries)
+        self.Wqkv = Linear(
+            size,
+            3 * size,
+            bias=config.attention_bias,
+            split="column",
+            rows={"": even_share(3 * size, blocks=3)},
+        )
+        self.Wo = Linear(size, size, bias=config.attention_bias, split="row")
         self.attend = Attention(
             scale=config.attention_scale,
             window=window_of(causal=False, sliding=config.sliding_window if kind == SLIDING else None),
@@ -52,8 +60,10 @@ class ModernBertMLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         act = activation(config.hidden_act)
-        self.Wi = GatedLinear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias, act=act)
-        self.Wo = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.Wi = GatedLinear(
+            config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias, act=act, split="column"
+        )
+        self.Wo = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias, split="row")
 
     def forward(self, x_TD: torch.Tensor, *, add: torch.Tensor) -> torch.Tensor:
         out_TD: torch.Tensor = self.Wo(self.Wi(x_TD), add=add)
@@ -81,7 +91,7 @@ class ModernBertEmbeddings(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.tok_embeddings = Embedding(config.vocab_size, config.hidden_size)
+        self.tok_embeddings = Embedding(config.vocab_size, config.hidden_size, split=True)
         self.norm = _norm(config)
 
 
@@ -92,6 +102,7 @@ class ModernBertModel(Backbone):
     default_pooling_type = "MEAN"
     takes_fewer_keys = True
     gives_layers = True
+    can_split = True
     checkpoint_renames = ((r"^model\.", ""),)
     ignored_checkpoint_names = (r"^head\.", r"^decoder\.")
 
