@@ -17,6 +17,7 @@ from anypool.model_executor.layers.positions import positions_after_padding
 from anypool.model_executor.layers.split import LocalHeads
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import Backbone, LayerStates, refuse_unused
+from anypool.model_executor.stages import Stages
 from anypool.model_executor.weights.loading import Renames
 
 
@@ -94,6 +95,7 @@ class BertModel(Backbone):
     can_capture = True
     takes_fewer_keys = True
     gives_layers = True
+    stages = Stages("layers", first=("embeddings",))
     can_split = True
     checkpoint_renames: ClassVar[Renames] = (
         (r"^(bert|roberta)\.", ""),
@@ -142,16 +144,28 @@ class BertModel(Backbone):
         intermediate: torch.Tensor | None = None,
         output_layers: Sequence[int] = (),
     ) -> torch.Tensor:
-        refuse_unused(intermediate=intermediate)
-        if inputs_embeds_TD is None:
-            inputs_embeds_TD = self.embeddings.word_embeddings(input_ids_T)
-        padding = self.position_padding(self.config)
-        if padding is not None:
-            positions_T = positions_after_padding(input_ids_T, positions_T, attn, padding_id=padding)
-        x_TD: torch.Tensor = self.embeddings(inputs_embeds_TD, positions_T, token_type_ids_T)
+        x_TD = intermediate
+        if x_TD is None:
+            x_TD = self._embed(input_ids_T, positions_T, attn, inputs_embeds_TD, token_type_ids_T)
         bias_HMM = self.attention_bias(attn)
         states = LayerStates(output_layers)
         for layer in self.layers:
             states.see(x_TD)
             x_TD = layer(x_TD, attn, bias_HMM)
         return states.result(x_TD)
+
+    def _embed(
+        self,
+        input_ids_T: torch.Tensor | None,
+        positions_T: torch.Tensor,
+        attn: AttentionMetadata,
+        words_TD: torch.Tensor | None,
+        token_type_ids_T: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if words_TD is None:
+            words_TD = self.embeddings.word_embeddings(input_ids_T)
+        padding = self.position_padding(self.config)
+        if padding is not None:
+            positions_T = positions_after_padding(input_ids_T, positions_T, attn, padding_id=padding)
+        x_TD: torch.Tensor = self.embeddings(words_TD, positions_T, token_type_ids_T)
+        return x_TD

@@ -16,7 +16,8 @@ from anypool.model_executor.layers.linear import Linear
 from anypool.model_executor.layers.norm import LayerNorm
 from anypool.model_executor.layers.split import LocalHeads
 from anypool.model_executor.model_config import DisentangledConfig, ModelConfig
-from anypool.model_executor.models.interfaces import Backbone, LayerStates, refuse_unused
+from anypool.model_executor.models.interfaces import Backbone, LayerStates
+from anypool.model_executor.stages import Stages
 
 # Scores that exist at one time, in elements; there are three such matrices.
 _SCORES = 2 * 1024 * 1024
@@ -150,6 +151,7 @@ class DebertaV2Model(Backbone):
 
     attn_type = "encoder_only"
     gives_layers = True
+    stages = Stages("layers", first=("embeddings", "conv"))
     can_split = True
     default_pooling_type = "MEAN"
     checkpoint_renames = (
@@ -197,10 +199,10 @@ class DebertaV2Model(Backbone):
         intermediate: torch.Tensor | None = None,
         output_layers: Sequence[int] = (),
     ) -> torch.Tensor:
-        refuse_unused(intermediate=intermediate)
-        if inputs_embeds_TD is None:
-            inputs_embeds_TD = self.embeddings.word_embeddings(input_ids_T)
-        x_TD: torch.Tensor = self.embeddings(inputs_embeds_TD, positions_T, token_type_ids_T)
+        x_TD = intermediate
+        if x_TD is None:
+            words_TD = self.embeddings.word_embeddings(input_ids_T) if inputs_embeds_TD is None else inputs_embeds_TD
+            x_TD = self.embeddings(words_TD, positions_T, token_type_ids_T)
         relative_RD = self.rel_embeddings.weight if self.rel_embeddings is not None else None
         if relative_RD is not None and self.rel_norm is not None:
             relative_RD = self.rel_norm(relative_RD)
@@ -210,7 +212,7 @@ class DebertaV2Model(Backbone):
         for i, layer in enumerate(self.layers):
             states.see(x_TD)
             x_TD = layer(x_TD, attn, relative_RD, index_MM)
-            if i == 0 and self.conv is not None:
+            if i == 0 and self.conv is not None and intermediate is None:
                 x_TD = self.conv(embedded_TD, x_TD, attn)
         return states.result(x_TD)
 

@@ -21,6 +21,7 @@ from anypool.model_executor.layers.rotary import Rotary, apply_rotary
 from anypool.model_executor.layers.split import LocalHeads
 from anypool.model_executor.model_config import SLIDING, ModelConfig
 from anypool.model_executor.models.interfaces import Backbone, LayerStates, refuse_unused
+from anypool.model_executor.stages import Stages
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 
@@ -160,6 +161,7 @@ class DecoderForCausalLM(Backbone):
     takes_fewer_keys = True
     gives_layers = True
     can_split = True
+    stages = Stages("model.layers", first=("model.embed_tokens",), last=("model.norm",))
     style: ClassVar[DecoderStyle] = DecoderStyle()
     ignored_checkpoint_names = (r"rotary_emb\.inv_freq$",)
 
@@ -186,11 +188,12 @@ class DecoderForCausalLM(Backbone):
         intermediate: torch.Tensor | None = None,
         output_layers: Sequence[int] = (),
     ) -> torch.Tensor:
-        refuse_unused(token_type_ids_T=token_type_ids_T, intermediate=intermediate)
-        if inputs_embeds_TD is None:
+        refuse_unused(token_type_ids_T=token_type_ids_T)
+        x_TD = inputs_embeds_TD if intermediate is None else intermediate
+        if x_TD is None:
             assert input_ids_T is not None
-            inputs_embeds_TD = self.model.embed(input_ids_T)
-        hidden_TD: torch.Tensor = self.model(inputs_embeds_TD, positions_T, attn, output_layers=output_layers)
+            x_TD = self.model.embed(input_ids_T)
+        hidden_TD: torch.Tensor = self.model(x_TD, positions_T, attn, output_layers=output_layers)
         return hidden_TD
 
     def compute_logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:

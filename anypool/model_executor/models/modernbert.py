@@ -17,6 +17,7 @@ from anypool.model_executor.layers.rotary import Rotary, apply_rotary
 from anypool.model_executor.layers.split import LocalHeads, even_share
 from anypool.model_executor.model_config import SLIDING, ModelConfig
 from anypool.model_executor.models.interfaces import Backbone, LayerStates, refuse_unused
+from anypool.model_executor.stages import Stages
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 
@@ -102,6 +103,7 @@ class ModernBertModel(Backbone):
     default_pooling_type = "MEAN"
     takes_fewer_keys = True
     gives_layers = True
+    stages = Stages("layers", first=("embeddings",), last=("final_norm",))
     can_split = True
     checkpoint_renames = ((r"^model\.", ""),)
     ignored_checkpoint_names = (r"^head\.", r"^decoder\.")
@@ -128,10 +130,11 @@ class ModernBertModel(Backbone):
         intermediate: torch.Tensor | None = None,
         output_layers: Sequence[int] = (),
     ) -> torch.Tensor:
-        refuse_unused(token_type_ids_T=token_type_ids_T, intermediate=intermediate)
-        if inputs_embeds_TD is None:
-            inputs_embeds_TD = self.embeddings.tok_embeddings(input_ids_T)
-        x_TD: torch.Tensor = self.embeddings.norm(inputs_embeds_TD)
+        refuse_unused(token_type_ids_T=token_type_ids_T)
+        x_TD = intermediate
+        if x_TD is None:
+            words_TD = self.embeddings.tok_embeddings(input_ids_T) if inputs_embeds_TD is None else inputs_embeds_TD
+            x_TD = self.embeddings.norm(words_TD)
         rotary = {kind: turn(positions_T, attn, x_TD.dtype) for kind, turn in self.rotary.items()}
         states = LayerStates(output_layers)
         for kind, layer in zip(self.config.layer_types, self.layers, strict=True):

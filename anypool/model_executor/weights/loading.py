@@ -8,7 +8,7 @@ without the `model.` prefix that separates `XForCausalLM` checkpoints from bare 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -124,6 +124,7 @@ def load_weights(
     ignored: Iterable[str] = (),
     prefixes: Sequence[str] = ("", "model."),
     only: set[str] | None = None,
+    elsewhere: frozenset[str] = frozenset(),
     progress: bool = False,
 ) -> None:
     """Fills a materialised model.
@@ -136,13 +137,16 @@ def load_weights(
         ignored: Regular expressions of checkpoint names that this model has no use for, such as the LM head.
         prefixes: What may stand before a checkpoint name to make it a name of this model.
         only: Parameters to fill; None for all.
+        elsewhere: Slots that the model has no parameters for here, since other processes fill them.
         progress: Whether a bar is shown.
 
     Raises:
         WeightsError: Tensors are missing, left over, given twice or of a wrong shape.
     """
     slots = slots_of(model, only=only)
-    targets, unused = _match(checkpoint.names(), slots, renames, prefixes, [re.compile(p) for p in ignored])
+    places = {**dict.fromkeys(elsewhere), **slots}
+    targets, unused = _match(checkpoint.names(), places, renames, prefixes, [re.compile(p) for p in ignored])
+    targets = {stored: slot for stored, slot in targets.items() if slot in slots}
     missing = sorted(set(slots) - set(targets.values()))
     if missing or unused:
         raise WeightsError(_complaint(name, missing, unused))
@@ -156,7 +160,7 @@ def load_weights(
 
 def _match(
     names: list[str],
-    slots: dict[str, Slot],
+    slots: Collection[str],
     renames: Renames,
     prefixes: Sequence[str],
     ignored: list[re.Pattern[str]],
