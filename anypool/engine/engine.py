@@ -24,7 +24,8 @@ from anypool.engine.flight import Flight
 from anypool.engine.health import Health
 from anypool.engine.metrics import EngineMetrics
 from anypool.engine.pieces import LongPrompt, Piece
-from anypool.engine.preparation import Preparation, PromptOptions
+from anypool.engine.preparation import Preparation
+from anypool.engine.prompt_options import PromptOptions
 from anypool.engine.prompts import Prompt, TextPair
 from anypool.engine.request import Request, check_new, check_turn, leaves
 from anypool.engine.scheduler import Scheduler
@@ -140,6 +141,10 @@ class Engine:
     def offsets(self, prompt: Prompt, request: Request, options: PromptOptions) -> list[tuple[int, int]] | None:
         """Where a request's tokens stand in the text it came from; None where it came from token ids."""
         return self._preparation.offsets(prompt, request, options)
+
+    def kept_places(self, ids: list[int], options: PromptOptions) -> Sequence[int]:
+        """Which of a text's token ids, special ones included, are left where these options cut it."""
+        return self._preparation.kept_places(ids, options)
 
     def prompt_text(self, options: PromptOptions) -> str:
         """The text that these options put before each input."""

@@ -23,16 +23,17 @@ def require_degree(model_cls: type[nn.Module], config: ModelConfig, size: int) -
     """
     if size == 1:
         return
-    if not getattr(model_cls, "can_split", False):
+    allowed = degrees(config)
+    if not getattr(model_cls, "can_split", False) or not allowed:
         raise ConfigError(
             f"tensor_parallel_size={size}: {config.name} is run by {model_cls.__name__}, whose layers cannot be split; "
-            "the native decoders and encoders can be (docs/parallelism.md). Leave it at 1"
+            "those of decoders and encoders of text can be (docs/parallelism.md). Leave it at 1"
         )
-    allowed = degrees(config)
     if size not in allowed:
         raise ConfigError(
-            f"tensor_parallel_size={size} does not divide {config.name}, which has {config.num_heads} attention heads "
-            f"and an intermediate_size of {config.intermediate_size:,}: it can be {', '.join(map(str, allowed))}"
+            f"tensor_parallel_size={size} does not divide {config.name}, which has {config.num_heads} attention heads"
+            + (f" and an intermediate_size of {config.intermediate_size:,}" if config.intermediate_size else "")
+            + f": it can be {', '.join(map(str, allowed))}"
         )
 
 

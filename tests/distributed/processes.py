@@ -16,7 +16,7 @@ from anypool.model_executor import distributed
 
 
 def in_processes(
-    work: Callable[..., Any], *args: Any, tp_size: int = 1, pp_size: int = 1, timeout_s: float = 120.0
+    work: Callable[..., Any], *args: Any, tp_size: int = 1, pp_size: int = 1, timeout_s: float = 240.0
 ) -> list[Any]:
     """What `work(*args)` returns on each rank, in their order.
 
@@ -54,7 +54,7 @@ def in_processes(
 def _run(rank: int, sizes: tuple[int, int], folder: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
         torch.set_num_threads(1)
-        distributed.start(rank, tp_size=sizes[0], pp_size=sizes[1], address=f"file://{folder}/store", timeout_s=30)
+        distributed.start(rank, tp_size=sizes[0], pp_size=sizes[1], address=f"file://{folder}/store", timeout_s=120)
         result = work(*args)
         distributed.stop()
         torch.save(result, folder / f"{rank}.pt")

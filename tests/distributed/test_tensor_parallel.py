@@ -18,6 +18,7 @@ from tests.distributed.processes import in_processes
 from tests.helpers import assert_close, copy_of, new_folder
 from tests.models.parity import LENGTHS, random_ids, reference_states, save_random
 from tests.models.test_native_parity import DECODER, DECODERS, ENCODER, ENCODERS
+from tests.models.test_transformers_backend import CASES
 from tests.rerankers import causal_lm, logits, tokenizer
 
 SIZES = (2, 4)
@@ -45,6 +46,8 @@ BACKBONES = {
     "deberta-v2-own-projections": {},
     "deberta-v2-conv": {},
 }
+WITH_A_PLAN = ("eurobert", "granite", "mixtral", "olmo2", "qwen3_moe", "smollm3", "starcoder2")
+WITHOUT_A_PLAN = ("gpt2", "phi3")
 STATES = {"normalize": False}
 TASKS: list[tuple[str, dict[str, Any]]] = [
     ("embed", {}),
@@ -86,9 +89,24 @@ def llama(**sizes: int) -> str:
 
 
 @cache
-def gpt2() -> str:
-    folder = new_folder("gpt2")
-    save_random(hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=120, n_embd=32, n_layer=2, n_head=4)), folder)
+def through_transformers(name: str) -> tuple[Any, str]:
+    """The model and the folder of a family without a native class."""
+    architecture, config, values = CASES[name]
+    if "moe_intermediate_size" in values:  # torch multiplies by many experts at once in rows of 16 bytes
+        values = {**values, "moe_intermediate_size": 32}
+    torch.manual_seed(3)
+    model = getattr(hf, architecture)._from_config(getattr(hf, config)(**values), attn_implementation="eager")
+    folder = new_folder(name)
+    save_random(model, folder)
+    return model, str(folder)
+
+
+@cache
+def clip() -> str:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {**sizes, "vocab_size": 120, "max_position_embeddings": 160}
+    folder = new_folder("clip")
+    save_random(hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=sizes, projection_dim=32)), folder)
     return str(folder)
 
 
@@ -104,6 +122,10 @@ def jobs() -> dict[str, Job]:
     score = [("classify", texts, {"activation": "none"})]
     return {
         **{name: Job(backbone(name)[1], [("token_embed", texts, STATES)]) for name in BACKBONES},
+        **{
+            name: Job(through_transformers(name)[1], [("token_embed", texts, STATES)])
+            for name in (*WITH_A_PLAN, *WITHOUT_A_PLAN)
+        },
         "chunks": Job(backbone("qwen3")[1], states, CHUNKED),
         "prefixes": Job(backbone("llama")[1], [*states, *states], {"enable_prefix_caching": True}),
         "tasks": Job(classifier(), tasks),
@@ -117,7 +139,7 @@ def jobs() -> dict[str, Job]:
         "float32": Job(wide, embed),
         "plain": Job(backbone("llama")[1], embed),
         "three-heads": Job(llama(hidden_size=48, num_attention_heads=3, num_key_value_heads=3), embed),
-        "gpt2": Job(gpt2(), embed),
+        "clip": Job(clip(), embed, {"skip_tokenizer_init": True}),
     }
 
 
@@ -145,6 +167,12 @@ def ranks(request: pytest.FixtureRequest) -> list[Answers]:
 @pytest.mark.parametrize("name", BACKBONES)
 def test_hidden_states_equal_transformers(name: str, ranks: list[Answers]) -> None:
     expected_TD = reference_states(backbone(name)[0], random_ids(120))
+    assert_close(torch.cat(rows(ranks[0], name)), expected_TD)
+
+
+@pytest.mark.parametrize("name", WITH_A_PLAN)
+def test_hidden_states_through_transformers_equal_its_own(name: str, ranks: list[Answers]) -> None:
+    expected_TD = reference_states(through_transformers(name)[0], random_ids(120))
     assert_close(torch.cat(rows(ranks[0], name)), expected_TD)
 
 
@@ -199,9 +227,16 @@ def test_a_degree_that_does_not_divide_the_heads_is_refused(ranks: list[Answers]
     assert "it can be 1, 3" in message
 
 
+@pytest.mark.parametrize("name", WITHOUT_A_PLAN)
+def test_a_family_of_transformers_without_a_plan_is_refused(name: str, ranks: list[Answers]) -> None:
+    message = str(ranks[0][name])
+    assert f"({name}) runs through transformers and cannot be split" in message
+    assert "transformers has no plan that splits its layers" in message
+
+
 def test_a_model_whose_layers_cannot_be_split_is_refused(ranks: list[Answers]) -> None:
-    message = str(ranks[0]["gpt2"])
-    assert "TransformersForCausalLM, whose layers cannot be split" in message
+    message = str(ranks[0]["clip"])
+    assert "CLIPModel, whose layers cannot be split" in message
     assert "docs/parallelism.md" in message
 
 

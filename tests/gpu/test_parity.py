@@ -37,7 +37,8 @@ TOLERANCE = 2e-4
 @contextmanager
 def on_gpu(folder: Path, **settings: Any) -> Iterator[LLM]:
     device = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU only where somebody tries these tests out
-    with LLM(folder, device=device, skip_tokenizer_init=True, use_tqdm_on_load=False, **settings) as llm:
+    settings = {"skip_tokenizer_init": True, **settings}
+    with LLM(folder, device=device, use_tqdm_on_load=False, **settings) as llm:
         yield llm
 
 
