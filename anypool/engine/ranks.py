@@ -15,7 +15,8 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from anypool.adapters.load import LoadedModel, pick_device
+from anypool.adapters.load import LoadedModel
+from anypool.adapters.placement import pick_device
 from anypool.config import EngineConfig
 from anypool.engine import wire
 from anypool.engine.processes import Processes
