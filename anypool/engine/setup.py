@@ -89,6 +89,8 @@ def make_cache(config: EngineConfig, loaded: LoadedModel) -> KVCache | None:
         return None
     assert config.max_model_len is not None
     memory = config.kv_cache_memory_fraction * device_memory(loaded.device) if config.enable_prefix_caching else 0.0
+    if loaded.device.type == "cpu":  # which the ranks share
+        memory /= config.num_ranks
     return KVCache(
         loaded.config,
         device=loaded.device,
