@@ -211,7 +211,6 @@ def _check_windows(config: PoolerConfig) -> None:
 _NOT_YET: Mapping[str, Any] = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
-    "data_parallel_size": 1,
     "enable_lora": False,
 }
 # Arguments of vLLM that change no result here, and are accepted so that its users' code runs.
@@ -283,6 +282,9 @@ class EngineConfig:
         None, "the model's name over HTTP; by default its hub id, or its folder's name"
     )
     chat_template: str | None = _setting(None, "Jinja template of a reranker's prompt, as text or a file's name")
+    data_parallel_size: int = _setting(
+        1, "replicas: processes with an engine each, on CPU cores or GPUs of their own, behind one queue"
+    )
     enforce_eager: bool = _setting(False, "never capture CUDA graphs")
     use_tqdm_on_load: bool = _setting(True, "show a progress bar while weights load")
 
@@ -312,7 +314,14 @@ class EngineConfig:
             re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None,
             f"device={self.device!r} is unknown; known: auto, cpu, cuda, cuda:N",
         )
-        for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "max_queued_tokens", "block_size"):
+        for name in (
+            "max_model_len",
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "max_queued_tokens",
+            "block_size",
+            "data_parallel_size",
+        ):
             value = getattr(self, name)
             require(
                 value is None or (is_int(value) and value > 0),

@@ -14,6 +14,7 @@ from torch import nn
 from anypool.adapters.bge_m3 import find_bge_m3
 from anypool.adapters.colpali_engine import find_wording, with_base
 from anypool.adapters.dense_choice import choose_dense, dense_folders
+from anypool.adapters.facts import ModelFacts
 from anypool.adapters.heads import Head, find_head
 from anypool.adapters.late_interaction import build_token_head, read_late_interaction
 from anypool.adapters.layer_weights import mix_layers
@@ -58,6 +59,7 @@ class LoadedModel:
 
     Attributes:
         model: The pooling model, in memory.
+        facts: What is known about it, for those who do not run it.
         config: What config.json says.
         recipe: What the sentence-transformers files say.
         pooler_config: What the user says.
@@ -72,6 +74,7 @@ class LoadedModel:
     """
 
     model: nn.Module
+    facts: ModelFacts
     repository: Repository
     config: ModelConfig
     recipe: Recipe
@@ -248,6 +251,7 @@ def load_pooling_model(
         _refuse_unread_template(model, config, defaults)
     return LoadedModel(
         model=model,
+        facts=ModelFacts.of(model, head, device=device, dtype=dtype),
         repository=opened.repository,
         config=config,
         recipe=recipe,

@@ -18,18 +18,20 @@ from typing import Literal
 
 import torch
 
+from anypool.adapters.load import LoadedModel
 from anypool.adapters.rerank_templates import TemplatedPrompt
 from anypool.config import EngineConfig
 from anypool.engine.batch import make_batch
 from anypool.engine.faults import deadline_error, forget_tensors, model_error, non_finite_error
 from anypool.engine.health import Health
 from anypool.engine.metrics import EngineMetrics
-from anypool.engine.pieces import LongPrompt, Piece
+from anypool.engine.pieces import KVCache, LongPrompt, Piece
 from anypool.engine.preparation import Preparation, PromptOptions
 from anypool.engine.prompts import Prompt, TextPair
 from anypool.engine.request import Request, check_new, check_turn, leaves
 from anypool.engine.scheduler import Scheduler
 from anypool.engine.setup import load, make_cache, plan_gpu_memory, resolve
+from anypool.engine.tokenization import Tokenizer
 from anypool.errors import EngineDeadError, OverloadedError
 from anypool.model_executor.cpu import give_freed_memory_back, keep_freed_memory, run_apart, set_up_threads
 from anypool.model_executor.faults import is_out_of_memory, is_sticky
@@ -60,20 +62,30 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         set_up_threads()
-        self.tokenizer, self.loaded = run_apart(partial(load, config))
-        self._keeps_memory = self.loaded.device.type == "cpu" and keep_freed_memory()
-        self.config = resolve(config, self.loaded, self.tokenizer)
-        assert self.config.max_model_len is not None and self.config.max_num_batched_tokens is not None
-        self.max_model_len = self.config.max_model_len
-        self.metrics = EngineMetrics()
-        self._preparation = Preparation(self.loaded, self.tokenizer, self.max_model_len)
-        self._scheduler = Scheduler(max_tokens=self.config.max_num_batched_tokens, max_seqs=self.config.max_num_seqs)
+        assert config.data_parallel_size == 1, "start_engine starts replicas"
+        tokenizer, loaded = run_apart(partial(load, config))
+        self._set_up(resolve(config, loaded, tokenizer), loaded, tokenizer, runs_on=loaded.device)
+        self._keeps_memory = loaded.device.type == "cpu" and keep_freed_memory()
         self._runner = PoolingModelRunner(
             self.loaded.model, self.loaded.device, enforce_eager=self.config.enforce_eager
         )
-        self._cache = make_cache(self.config, self.loaded)
+        self._cache: KVCache | None = make_cache(self.config, self.loaded)
         if self.loaded.device.type == "cuda":
             plan_gpu_memory(self.config, self.loaded, self._cache, graphs=self._runner.graphs is not None)
+        self._start()
+
+    def _set_up(
+        self, config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer | None, *, runs_on: torch.device
+    ) -> None:
+        """What takes and queues requests, whoever runs them."""
+        assert config.max_model_len is not None and config.max_num_batched_tokens is not None
+        self.config, self.loaded, self.tokenizer = config, loaded, tokenizer
+        self.max_model_len = config.max_model_len
+        self.metrics = EngineMetrics()
+        self._runs_on = runs_on
+        self._keeps_memory = False
+        self._preparation = Preparation(loaded, tokenizer, self.max_model_len)
+        self._scheduler = Scheduler(max_tokens=config.max_num_batched_tokens, max_seqs=config.max_num_seqs)
         self._long: LongPrompt | None = None
         self._running: Sequence[Request] = ()
         self._changed = threading.Condition()
@@ -85,6 +97,8 @@ class Engine:
         self._trimmed = self._beat
         self._tokens_per_s = 0.0  # of batches that left others waiting: those were as full as they get
         self._leaves_others = False
+
+    def _start(self) -> None:
         self._thread = threading.Thread(target=self._serve, name="anypool-device", daemon=True)
         self._thread.start()
         atexit.register(_close, weakref.ref(self))
@@ -116,6 +130,7 @@ class Engine:
             waiting_requests=len(self._scheduler),
             waiting_tokens=self._scheduler.waiting_tokens,
             message=message,
+            replicas=int(self.is_alive),
         )
 
     # 1. Check, plan, tokenise.
@@ -241,7 +256,7 @@ class Engine:
 
     def _serve(self) -> None:
         try:
-            make_current(self.loaded.device)
+            make_current(self._runs_on)
             while self._next():
                 self._turn(self._running)
                 self._running = ()

@@ -30,7 +30,6 @@ from anypool.model_executor.images import ImageInputs
 from anypool.pooling.methods import PoolingType
 from anypool.pooling.params import PoolingParams
 from anypool.pooling.plan import PoolingPlan, make_plans
-from anypool.pooling.pooler import EmbedPooler
 from anypool.pooling.tasks import PoolingTask
 
 # What cannot be made of a text's windows.
@@ -324,10 +323,9 @@ class Preparation:
         self, prompt: SpannedPrompt, index: int, tokens: Fitted, prefix: str, side: str
     ) -> tuple[tuple[int, int], ...]:
         """The tokens of each span, for a model whose embedding is the mean of its tokens' states."""
-        model: Any = self.loaded.model
-        pooler = model.pooler[PoolingTask.EMBED]
-        if not isinstance(pooler, EmbedPooler) or pooler.types != (PoolingType.MEAN,):
-            pooling = "+".join(pooler.types) if isinstance(pooler, EmbedPooler) else "a pooler of its own"
+        types = self.loaded.facts.embed_types
+        if types != (PoolingType.MEAN,):
+            pooling = "a pooler of its own" if types is None else "+".join(types)
             raise UnsupportedTaskError(
                 f"a span's embedding is the mean of its tokens, and {self.loaded.config.name} pools by {pooling}: "
                 "take a model that pools by MEAN, or pass pooler_config=PoolerConfig(pooling_type='MEAN')"

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from anypool.config import EngineConfig, require
 from anypool.engine.engine import Engine
+from anypool.engine.replicas import start_engine
 from anypool.entrypoints.cli_flags import add_engine_flags, add_flags, arguments_of, engine_arguments
 from anypool.entrypoints.server_options import ServerOptions
 
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         engines: list[Engine] = []
         try:
             for config in configs:
-                engines.append(Engine(config))
+                engines.append(start_engine(config))
             serve(engines, sock, options)
         finally:
             for engine in engines:

@@ -104,6 +104,10 @@ class _Registry:
             raise ConfigError(f"model_cls={model_cls!r} is neither an nn.Module class nor 'package.module:Class'")
         self._own[architecture] = model_cls
 
+    def registered(self) -> dict[str, type[nn.Module] | str]:
+        """What users have registered, by architecture."""
+        return dict(self._own)
+
     def get_supported_archs(self) -> list[str]:
         """Names that need nothing of transformers."""
         return sorted({*_NATIVE, *self._own})

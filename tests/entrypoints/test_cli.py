@@ -60,6 +60,7 @@ ENGINE_FLAGS = {
     "--download-dir",
     "--served-model-name",
     "--chat-template",
+    "--data-parallel-size",
     "--enforce-eager",
     "--use-tqdm-on-load",
     "--no-use-tqdm-on-load",
@@ -634,7 +635,7 @@ def test_unknown_flag_between_texts_is_refused(capsys: pytest.CaptureFixture[str
 
 @pytest.fixture
 def info(engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    monkeypatch.setattr(cli_info, "Engine", lambda config: engine)
+    monkeypatch.setattr(cli_info, "start_engine", lambda config: engine)
     monkeypatch.setattr(engine, "close", lambda: None)
 
     def run(*flags: str) -> str:

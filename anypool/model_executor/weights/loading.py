@@ -7,6 +7,7 @@ without the `model.` prefix that separates `XForCausalLM` checkpoints from bare 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from anypool.errors import WeightsError
 from anypool.model_executor.layers.linear import Linear
 from anypool.model_executor.weights.checkpoint import Checkpoint
 
+MAP_WEIGHTS = "ANYPOOL_MAP_WEIGHTS"
 _WEIGHT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 Renames = Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
@@ -45,7 +47,26 @@ class Slot:
                 f"{name}: tensor {stored!r} has shape {list(tensor.shape)}, the model expects {list(self.shape)}"
             )
         with torch.no_grad():
-            self.parameter[self.start : self.start + self.shape[0]].copy_(tensor)
+            if keeps_mapped() and self._can_be(tensor):
+                self.parameter.data = tensor
+            else:
+                self.parameter[self.start : self.start + self.shape[0]].copy_(tensor)
+
+    def _can_be(self, tensor: torch.Tensor) -> bool:
+        """Whether the parameter can be this tensor as it is, rather than a copy of it."""
+        own = self.parameter
+        return (own.shape, own.dtype, own.device) == (tensor.shape, tensor.dtype, tensor.device) and (
+            tensor.is_contiguous()
+        )
+
+
+def keeps_mapped() -> bool:
+    """Whether weights stay in the mapped file of their checkpoint where they can be used as they are.
+
+    Processes share such pages, and replicas are started so. Whoever writes over the file then writes over the weights,
+    so an engine by itself copies them.
+    """
+    return os.environ.get(MAP_WEIGHTS) == "1"
 
 
 def materialize(model: nn.Module, *, device: torch.device, dtype: torch.dtype) -> set[str]:
