@@ -36,6 +36,7 @@ class ModelFacts:
         attention: Layers by how they attend.
         head_layers: Of the head that gives scores: name, sizes and activation of each layer.
         embed_types: How EMBED pools a text; None where the model has a pooler of its own for it, or none.
+        left_out: Tokens of a text that TOKEN_EMBED gives no vector.
         score_type: "late-interaction" where texts are compared by their tokens' vectors; None else.
         image_input: As `Backbone.image_input`.
         processes_texts: Whether texts without images go through the image processor, too.
@@ -52,6 +53,7 @@ class ModelFacts:
     attention: Mapping[str, int] = field(default_factory=dict)
     head_layers: tuple[Mapping[str, Any], ...] = ()
     embed_types: tuple[PoolingType, ...] | None = None
+    left_out: int = 0
     score_type: str | None = None
     image_input: str | None = None
     processes_texts: bool = False
@@ -72,6 +74,7 @@ class ModelFacts:
             attention=attention_ways(model, device, dtype),
             head_layers=() if head is None else tuple(_layers(head)),
             embed_types=_embed_types(getattr(model, "pooler", None)),
+            left_out=_left_out(getattr(model, "pooler", None)),
             score_type=getattr(model, "score_type", None),
             image_input=getattr(model, "image_input", None),
             processes_texts=bool(getattr(model, "processes_texts", False)),
@@ -98,6 +101,12 @@ def _embed_types(pooler: object) -> tuple[PoolingType, ...] | None:
         return None
     embed = pooler[PoolingTask.EMBED]
     return embed.types if isinstance(embed, EmbedPooler) else None
+
+
+def _left_out(pooler: object) -> int:
+    if not isinstance(pooler, DispatchPooler) or PoolingTask.TOKEN_EMBED not in pooler.tasks:
+        return 0
+    return pooler[PoolingTask.TOKEN_EMBED].left_out
 
 
 def _layers(head: Head) -> list[dict[str, Any]]:

@@ -213,7 +213,7 @@ def register_head(architecture: str, recipe: HeadRecipe) -> None:
 
 
 def registered_heads() -> dict[str, HeadRecipe]:
-    """What users have registered, by architecture."""
+    """What `register_head` was given, by architecture."""
     return dict(_REGISTERED)
 
 

@@ -14,7 +14,8 @@ import torch
 from anypool import PoolingParams
 from anypool.adapters.facts import Elsewhere
 from anypool.engine.metrics import EngineMetrics
-from anypool.engine.preparation import Preparation, PromptOptions
+from anypool.engine.preparation import Preparation
+from anypool.engine.prompt_options import PromptOptions
 from anypool.engine.prompts import TextPair
 from anypool.engine.replicas.wire import (
     SENT_FIELDS,

@@ -6,11 +6,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
-
-import torch
-from torch import nn
 
 from anypool.adapters.heads import registered_heads
 from anypool.config import EngineConfig
@@ -22,7 +19,7 @@ from anypool.engine.replicas.process import ReplicaProcess
 from anypool.engine.replicas.replica import Replica
 from anypool.engine.replicas.wire import Report, Setup, unpack_error, unpack_results
 from anypool.engine.request import Request
-from anypool.errors import ConfigError, EngineDeadError
+from anypool.errors import EngineDeadError
 from anypool.model_executor.registry import ModelRegistry
 from anypool.model_executor.weights.repository import Repository
 
@@ -58,7 +55,7 @@ class Replicas(Engine):
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        starts = [_Start(config, place) for place in places(config)]
+        starts = [_Start(config, place) for place in places(config, gpus_each=config.num_ranks)]
         # Fetches it where it is on the hub, once for all.
         Repository.open(config.model, revision=config.revision, cache_dir=config.download_dir)
         processes: list[ReplicaProcess] = []
@@ -72,7 +69,7 @@ class Replicas(Engine):
                 use_tqdm_on_load=config.use_tqdm_on_load,
                 kv_cache_memory_fraction=config.kv_cache_memory_fraction,
             )
-            self._set_up(resolved, first.loaded, first.tokenizer, runs_on=torch.device("cpu"))
+            self._set_up(resolved, first.tokenizer, first.loaded)
         except BaseException:
             for process in processes:
                 process.kill()
@@ -116,8 +113,12 @@ class Replicas(Engine):
 
     # Batches to replicas, on this process's device thread.
 
-    def _next(self) -> bool:
-        """Takes the next batch and finds who is to run it, waiting for either; False when the engine stops."""
+    def _run(self) -> None:
+        while (picked := self._wait_for_batch()) is not None:
+            self._hand_over(*picked)
+
+    def _wait_for_batch(self) -> tuple[Replica, Sequence[Request]] | None:
+        """The next batch and who is to run it, waiting for either; None when the engine stops."""
         with self._changed:
             while True:
                 self._beat = now = time.monotonic()
@@ -126,11 +127,10 @@ class Replicas(Engine):
                 is_over = self._stop_at is not None and now >= self._stop_at
                 nothing_waits = self._stop_at is not None and not (self._scheduler or self._retried)
                 if (is_over or nothing_waits) and not self._in_flight():
-                    return False
+                    return None
                 may_run = not is_over and (not self._holding or self._stop_at is not None)
                 if may_run and (picked := self._pick()) is not None:
-                    self._target, self._running = picked
-                    return True
+                    return picked
                 self._changed.wait(None if self._stop_at is None else max(0.1, self._stop_at - now))
 
     def _pick(self) -> tuple[Replica, Sequence[Request]] | None:
@@ -148,15 +148,15 @@ class Replicas(Engine):
         batch = self._scheduler.next_batch(max(1, math.ceil(level - free[0].tokens)))
         return (free[0], batch) if batch else None
 
-    def _turn(self, requests: Sequence[Request]) -> None:
-        """Sends requests to the replica that was picked; those that nobody waits for any more are dropped."""
+    def _hand_over(self, target: Replica, requests: Sequence[Request]) -> None:
+        """Sends requests to a replica; those that nobody waits for any more are dropped."""
         now = time.monotonic()
         gone = [request for request in requests if request.is_gone(now)]
         self._drop(gone)
         due = [request for request in requests if request not in gone] if gone else requests
         with self._changed:
-            if self._target.is_ready:
-                self._target.send(due)
+            if target.is_ready:
+                target.send(due)
                 return
             for request in due:  # it has died since
                 if request.has_killed:
@@ -195,7 +195,8 @@ class Replicas(Engine):
         *_, pool_s, _ = counts["pool_s"]
         if tokens and self._scheduler:
             speed = sum(one.is_ready for one in self._replicas) * tokens / max(forward_s + pool_s, 1e-6)
-            self._tokens_per_s = 0.9 * self._tokens_per_s + 0.1 * speed if self._tokens_per_s else speed
+            known = self._admission.tokens_per_s
+            self._admission.tokens_per_s = 0.9 * known + 0.1 * speed if known else speed
 
     def lost(self, replica: Replica, requests: list[Request], reason: str) -> None:
         """Runs once more what a replica had when it died, and fails what has had that already."""
@@ -214,6 +215,12 @@ class Replicas(Engine):
     def close(self, *, drain_s: float = 0.0, timeout_s: float = 60.0) -> None:
         """As for any engine; then the replicas end."""
         super().close(drain_s=drain_s, timeout_s=timeout_s)
+        self._kill()
+
+    def _let_go(self) -> None:
+        self._kill()
+
+    def _kill(self) -> None:
         for replica in self._replicas:
             replica.close()
 
@@ -225,17 +232,6 @@ class Replicas(Engine):
             self._retried.clear()
         for request in waiting:
             request.fail(error)
-
-
-def _importable(models: Mapping[str, type[nn.Module] | str]) -> Mapping[str, type[nn.Module] | str]:
-    """The classes that users have registered, unless another process could not find one."""
-    for architecture, model_cls in models.items():
-        if isinstance(model_cls, type) and (model_cls.__module__ == "__main__" or "<" in model_cls.__qualname__):
-            raise ConfigError(
-                f"data_parallel_size: {architecture} is registered as {model_cls.__qualname__}, which replicas cannot "
-                "import from the main script or from inside a function: put the class into a module"
-            )
-    return models
 
 
 class _Start:
@@ -258,7 +254,7 @@ class _Start:
                 kv_cache_memory_fraction=config.kv_cache_memory_fraction * place.memory_share,
             ),
             threads=place.threads,
-            models=_importable(ModelRegistry.registered()),
+            models=ModelRegistry.registered_paths(),
             heads=registered_heads(),
             is_first=is_first,
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from anypool.adapters.load import pick_device
+from anypool.adapters.placement import pick_device
 from anypool.config import EngineConfig, require
 from anypool.model_executor.cpu_shares import share_cpus
 from anypool.model_executor.weights.loading import MAP_WEIGHTS

@@ -20,7 +20,7 @@ from anypool.errors import AnypoolError, EngineError
 logger = logging.getLogger(__name__)
 
 # A replica that fails to start this many times in a row is given up.
-_MOST_STARTS = 3
+MOST_STARTS = 3
 # One that lived at least so many seconds is started again at once; others wait, each time longer, up to the second.
 _SETTLED_S, _LONGEST_PAUSE_S = 30.0, 30.0
 
@@ -150,7 +150,7 @@ class Replica:
 
     def _restart(self, pause_s: float) -> bool:
         """Starts it again, after a pause; False where it is closing, or given up."""
-        for _ in range(_MOST_STARTS):
+        for _ in range(MOST_STARTS):
             if self._is_closing.wait(pause_s):
                 return False
             try:
@@ -170,7 +170,7 @@ class Replica:
                 self._changed.notify()
             logger.info("%s is ready again", self.name)
             return True
-        logger.error("%s is given up after %d attempts to start it", self.name, _MOST_STARTS)
+        logger.error("%s is given up after %d attempts to start it", self.name, MOST_STARTS)
         with self._changed:
             self.is_given_up = True
             self._changed.notify()

@@ -41,7 +41,7 @@ class Setup:
 
     config: EngineConfig
     threads: int | None
-    models: Mapping[str, type[nn.Module] | str]
+    models: Mapping[str, str]
     heads: Mapping[str, HeadRecipe]
     is_first: bool
 
