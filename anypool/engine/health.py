@@ -25,3 +25,8 @@ class Health:
     waiting_tokens: int
     message: str = ""
     replicas: int = 1
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are run."""
+        return self.status in ("alive", "busy") and self.replicas > 0

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,19 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def mapped_kilobytes(pid: int, file: str) -> Counter[str]:
+    """What a process has mapped of a file, by the kinds that Linux counts."""
+    found: Counter[str] = Counter()
+    is_file = False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if "-" in name and name[0] in "0123456789abcdef":
+            is_file = line.endswith(file)
+        elif is_file and rest.endswith("kB"):
+            found[name] += int(rest.split()[0])
+    return found
+
+
 # Answers.
 
 
@@ -147,6 +161,11 @@ def test_texts_pairs_spans_and_sparse_vectors_are_exactly_the_single_engines(min
             one.score("a cat", texts, use_tqdm=False)[0].outputs.score, abs=1e-6
         )
         assert not any(parameter.numel() for parameter in two.engine.loaded.model.parameters())
+        assert isinstance(two.engine, Replicas)
+        for replica in two.engine._replicas:
+            mapped = mapped_kilobytes(replica.pid, "model.safetensors")
+            assert mapped["Shared_Clean"] > 0
+            assert mapped["Private_Dirty"] == 0
 
 
 def test_many_texts_are_divided_and_come_back_in_order(replicas: Replicas) -> None:
@@ -263,7 +282,7 @@ def test_a_replica_that_hangs_is_reported(replicas: Replicas, monkeypatch: pytes
     try:
         requests = submit(replicas, ids(), ids(21))
         wait_for(lambda: replicas.health().status == "stuck")
-        assert "0 of 2 replicas work: 2 stuck" in replicas.health().message
+        assert "0 of 2 replicas work: 2 hang" in replicas.health().message
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)

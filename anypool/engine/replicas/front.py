@@ -95,10 +95,9 @@ class Replicas(Engine):
         if not self.is_alive:
             status, message = "dead", self._end_message()
         elif working < len(self._replicas):
-            status = status if working else "stuck"
-            message = (
-                f"{working} of {len(self._replicas)} replicas work: {len(stuck)} stuck, the others being restarted"
-            )
+            status = "stuck" if stuck and not working else status
+            away = len(self._replicas) - len(ready)
+            message = f"{working} of {len(self._replicas)} replicas work: {len(stuck)} hang, {away} are to be restarted"
         return Health(
             status=status,
             age_s=time.monotonic() - self._beat,

@@ -192,7 +192,7 @@ class _Exposition(Collector):
                 tasks.add_metric([model.name, task.value], counts.tasks[task.value])
             waiting.add_metric([model.name], health.waiting_requests)
             tokens.add_metric([model.name], health.waiting_tokens)
-            healthy.add_metric([model.name], health.status in ("alive", "busy"))
+            healthy.add_metric([model.name], health.is_ready)
             replicas.add_metric([model.name], health.replicas)
         yield from (inputs, tasks, waiting, tokens, healthy, replicas)
 
