@@ -188,7 +188,8 @@ def _write_npy(file: IO[bytes], columns: Columns) -> None:
 def _write_parquet(file: IO[bytes], columns: Columns) -> None:
     from pyarrow import parquet  # optional
 
-    parquet.write_table(table_of(columns), file)
+    table = table_of(columns)
+    parquet.write_table(table, file, use_dictionary=repeating(table))
 
 
 def _write_arrow(file: IO[bytes], columns: Columns) -> None:
@@ -197,6 +198,13 @@ def _write_arrow(file: IO[bytes], columns: Columns) -> None:
     table = table_of(columns)
     with pyarrow.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
+
+
+def repeating(table: Any) -> list[str]:
+    """The columns of a table whose values may be there many times, which those of vectors are not."""
+    import pyarrow  # optional
+
+    return [field.name for field in table.schema if not pyarrow.types.is_nested(field.type)]
 
 
 def table_of(columns: Columns) -> Any:

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from anypool.entrypoints.cli_files import Columns, table_of
+from anypool.entrypoints.cli_files import Columns, repeating, table_of
 from anypool.errors import InvalidPromptError
 
 
@@ -36,7 +36,8 @@ def _merge_jsonl(file: IO[bytes], parts: Sequence[Path]) -> None:
 def _merge_parquet(file: IO[bytes], parts: Sequence[Path]) -> None:
     from pyarrow import parquet  # optional
 
-    with parquet.ParquetWriter(file, parquet.read_schema(parts[0])) as writer:
+    schema = parquet.read_schema(parts[0])
+    with parquet.ParquetWriter(file, schema, use_dictionary=repeating(schema.empty_table())) as writer:
         for part in parts:
             writer.write_table(parquet.read_table(part))
 

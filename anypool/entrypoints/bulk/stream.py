@@ -22,8 +22,8 @@ from anypool.pooling.params import PoolingParams
 from anypool.pooling.sparse import unpack_weights
 from anypool.pooling.tasks import PoolingTask
 
-# Blocks that are queued when the results of the first of them are waited for.
-_QUEUED_BLOCKS = 3
+# Blocks that are queued at a time. The engine puts near lengths of all of them together.
+_QUEUED_BLOCKS = 2
 # Vectors that are gathered before they are written, and for how long: what a kill costs.
 _PART_BYTES = 64 << 20
 _PART_S = 300.0
@@ -47,10 +47,30 @@ class Work:
 
 
 @dataclass(frozen=True)
-class _Queued:
+class _Tokenised:
+    """A block with a request for each row, or why there is none."""
+
     block: Block
     position: Position
-    requests: Sequence[Request | AnypoolError]
+    outcomes: Sequence[Request | AnypoolError]
+
+    @property
+    def requests(self) -> list[Request]:
+        return [one for one in self.outcomes if isinstance(one, Request)]
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """What became of a block, and what ends the job after it."""
+
+    done: Done | None
+    end: AnypoolError | None
+
+    def given(self) -> Iterator[Done]:
+        if self.done is not None:
+            yield self.done
+        if self.end is not None:
+            raise self.end
 
 
 class Stream:
@@ -73,27 +93,29 @@ class Stream:
                 has died.
         """
         self.engine.prepare(["a"], self.work.task, self.work.params, self.work.options)  # wrong parameters are no row's
-        queue: deque[_Queued] = deque()
+        queue: deque[_Tokenised] = deque()
         try:
             for block, after in self.source.blocks(position):
-                queue.append(self._queue(block, after))
-                if len(queue) == _QUEUED_BLOCKS:
-                    yield from self._finish(queue.popleft())
+                tokenised = self._tokenise(block, after)  # while those before run
+                finished = self._wait(queue.popleft()) if len(queue) == _QUEUED_BLOCKS else None
+                self.engine.submit(tokenised.requests)
+                queue.append(tokenised)
+                if finished is not None:  # whoever takes it writes it while the next runs
+                    yield from finished.given()
             while queue:
-                yield from self._finish(queue.popleft())
+                yield from self._wait(queue.popleft()).given()
         finally:  # after an error or an interrupt nobody wants the rest
-            for queued in queue:
-                for request in queued.requests:
-                    if isinstance(request, Request):
-                        request.future.cancel()
+            for tokenised in queue:
+                for request in tokenised.requests:
+                    request.future.cancel()
 
-    def _queue(self, block: Block, position: Position) -> _Queued:
+    def _tokenise(self, block: Block, position: Position) -> _Tokenised:
         prepared = iter(self._prepare([text for text in block.texts if isinstance(text, str)]))
-        requests = [next(prepared) if isinstance(text, str) else text for text in block.texts]
-        good = (isinstance(request, Request) for request in requests)
-        end = len(requests) if self.work.skips_errors else sum(1 for _ in takewhile(bool, good))
-        self.engine.submit([request for request in requests[:end] if isinstance(request, Request)])
-        return _Queued(block, position, requests)
+        outcomes = [next(prepared) if isinstance(text, str) else text for text in block.texts]
+        if not self.work.skips_errors:  # what comes after an error is not run
+            good = sum(1 for _ in takewhile(lambda one: isinstance(one, Request), outcomes))
+            outcomes = outcomes[: good + 1]
+        return _Tokenised(block, position, outcomes)
 
     def _prepare(self, texts: Sequence[str]) -> list[Request | AnypoolError]:
         """A request or an error per text. A list that has an error is halved until it stands alone."""
@@ -107,36 +129,35 @@ class Stream:
         middle = len(texts) // 2
         return self._prepare(texts[:middle]) + self._prepare(texts[middle:])
 
-    def _finish(self, queued: _Queued) -> Iterator[Done]:
-        """Waits for a block's results. Where a row ends the job, those before it come first."""
-        block, first = queued.block, queued.position.rows - len(queued.block)
+    def _wait(self, tokenised: _Tokenised) -> _Finished:
+        """Waits for a block's results. Where a row ends the job, only those before it count."""
+        block, first = tokenised.block, tokenised.position.rows - len(tokenised.block)
         results: dict[int, torch.Tensor] = {}
         failures: list[Failure] = []
         end: AnypoolError | None = None
         read = tokens = 0
-        for place, request in enumerate(queued.requests):
+        for place, outcome in enumerate(tokenised.outcomes):
             try:
-                if not isinstance(request, Request):
-                    raise request
-                results[place] = request.future.result()
-                tokens += len(request)
+                if not isinstance(outcome, Request):
+                    raise outcome
+                results[place] = outcome.future.result()
+                tokens += len(outcome)
             except (InvalidRequestError, EngineError) as error:
-                where = self.source.where(queued.position.file, block.places[place])
+                where = self.source.where(tokenised.position.file, block.places[place])
                 told = _told(error, where)
                 if not self.work.skips_errors or isinstance(error, EngineDeadError):
                     end = told
                     break
                 failures.append(Failure(first + place, where, told))
             read += 1
-        if read:
-            columns: dict[str, Column] = {"index": np.fromiter(results, np.int64, len(results)) + first}
-            for name, column in block.kept.items():
-                columns[name] = column if len(results) == len(block) else _taken(column, list(results))
-            columns |= _result_columns(self.work.task, list(results.values()))
-            position = Position(queued.position.file, block.places[read - 1], first + read)
-            yield Done(position=position, columns=columns, failures=failures, tokens=tokens)
-        if end is not None:
-            raise end
+        if not read:
+            return _Finished(None, end)
+        columns: dict[str, Column] = {"index": np.fromiter(results, np.int64, len(results)) + first}
+        for name, column in block.kept.items():
+            columns[name] = column if len(results) == len(block) else _taken(column, list(results))
+        columns |= _result_columns(self.work.task, list(results.values()))
+        position = Position(tokenised.position.file, block.places[read - 1], first + read)
+        return _Finished(Done(position=position, columns=columns, failures=failures, tokens=tokens), end)
 
 
 def gather(done: Iterator[Done], *, rows: int, may_cut: Callable[[], bool]) -> Generator[Done, None, None]:
