@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ class Job:
             "format": output.ending,
         }
 
-    def run(self, load: Callable[[], LLM], *, show_bar: bool = False) -> Report:
+    def run(self, load: Callable[[], AbstractContextManager[LLM]], *, show_bar: bool = False) -> Report:
         """Runs what is not done yet.
 
         Args:
@@ -123,7 +123,9 @@ class Job:
                     _unlink(folder)
                 raise
 
-    def _run(self, load: Callable[[], LLM], folder: Path, progress: Progress, show_bar: bool) -> Report:
+    def _run(
+        self, load: Callable[[], AbstractContextManager[LLM]], folder: Path, progress: Progress, show_bar: bool
+    ) -> Report:
         if self.storing.needs_ranges and (folder / _RANGES).exists():
             self.storing.ranges_2E = np.load(folder / _RANGES)
         resumed = progress.position.rows
