@@ -80,6 +80,11 @@ OWN_FLAGS = {
         "--calibration",
         "--sparse",
         "--max-active-dims",
+        "--keep",
+        "--output-format",
+        "--rows-per-part",
+        "--on-error",
+        "--overwrite",
     },
     "classify": FILE_FLAGS | PROMPT_FLAGS | {"--activation"},
     "reward": FILE_FLAGS | PROMPT_FLAGS | {"--activation"},
@@ -279,7 +284,7 @@ def test_embed_truncates_when_asked(
     limit: int,
 ) -> None:
     long = "word and " * 300
-    assert "input 0 has 602 tokens, the limit is 256" in fails(capsys, "embed", "m", long)
+    assert "text 1 has 602 tokens, the limit is 256" in fails(capsys, "embed", "m", long)
     assert main(["embed", "m", long, *flags]) == 0
     np.testing.assert_array_equal(rows(capsys.readouterr().out), expected([long], limit))
 
