@@ -59,10 +59,10 @@ def test_what_a_signal_raises_ends_what_runs_apart() -> None:
 
 _INTERRUPTED = """
 import os, signal, sys
-from anypool.engine import engine
+from anypool.engine import start
 from anypool.entrypoints.cli import main
 
-load = engine.load
+load = start.load
 
 def load_interrupted(config):
     load(config)
@@ -70,7 +70,7 @@ def load_interrupted(config):
     while True:
         load(config)
 
-engine.load = load_interrupted
+start.load = load_interrupted
 sys.exit(main(["embed", sys.argv[1], "text", "--no-use-tqdm-on-load"]))
 """
 
