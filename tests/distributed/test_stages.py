@@ -36,7 +36,9 @@ def test_stages_equal_transformers(name: str, stages: int, monkeypatch: pytest.M
     model_cls, config_cls, settings = {**DECODERS, **ENCODERS}[name]
     sizes = {**(DECODER if name in DECODERS else ENCODER), **settings}
     layers = config_cls.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    model = model_cls._from_config(config_cls(**{**sizes, layers: 4}), attn_implementation="eager")
+    model = model_cls._from_config(
+        config_cls(**{**sizes, "num_hidden_layers": 4, layers: 4}), attn_implementation="eager"
+    )
     folder = new_folder(name)
     save_random(model, folder)
     texts = random_ids(120)
