@@ -209,7 +209,6 @@ def _check_windows(config: PoolerConfig) -> None:
 
 # Arguments that users of vLLM pass and that have only their neutral value here.
 _NOT_YET: Mapping[str, Any] = {
-    "data_parallel_size": 1,
     "enable_lora": False,
 }
 # Arguments of vLLM that change no result here, and are accepted so that its users' code runs.
@@ -283,6 +282,9 @@ class EngineConfig:
     chat_template: str | None = _setting(None, "Jinja template of a reranker's prompt, as text or a file's name")
     tensor_parallel_size: int = _setting(1, "processes that hold each layer together")
     pipeline_parallel_size: int = _setting(1, "stages that the layers are cut into, of as many processes each")
+    data_parallel_size: int = _setting(
+        1, "replicas: processes with an engine each, on CPU cores or GPUs of their own, behind one queue"
+    )
     enforce_eager: bool = _setting(False, "never capture CUDA graphs")
     use_tqdm_on_load: bool = _setting(True, "show a progress bar while weights load")
 
@@ -313,7 +315,7 @@ class EngineConfig:
             f"device={self.device!r} is unknown; known: auto, cpu, cuda, cuda:N",
         )
         sizes = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "max_queued_tokens", "block_size")
-        for name in (*sizes, "tensor_parallel_size", "pipeline_parallel_size"):
+        for name in (*sizes, "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             value = getattr(self, name)
             require(
                 (value is None and name in sizes[:2]) or (is_int(value) and value > 0),

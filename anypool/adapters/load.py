@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from anypool.adapters.colpali_engine import find_wording
+from anypool.adapters.facts import ModelFacts
 from anypool.adapters.head_choice import Beside, choose_template, find_beside, primary_task, refuse_unread_template
 from anypool.adapters.heads import Head
 from anypool.adapters.late_interaction import build_token_head
@@ -49,6 +50,7 @@ class LoadedModel:
 
     Attributes:
         model: The pooling model, in memory.
+        facts: What is known about it, for those who do not run it.
         config: What config.json says.
         recipe: What the sentence-transformers files say.
         pooler_config: What the user says.
@@ -63,6 +65,7 @@ class LoadedModel:
     """
 
     model: nn.Module
+    facts: ModelFacts
     repository: Repository
     config: ModelConfig
     recipe: Recipe
@@ -152,6 +155,7 @@ def load_pooling_model(
         refuse_unread_template(model, config, defaults)
     return LoadedModel(
         model=model,
+        facts=ModelFacts.of(model, beside.head, device=device, dtype=dtype),
         repository=opened.repository,
         config=config,
         recipe=recipe,
