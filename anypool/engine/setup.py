@@ -12,7 +12,6 @@ from anypool.engine.pieces import KVCache, device_memory, num_blocks
 from anypool.engine.tokenization import Tokenizer
 from anypool.errors import ConfigError
 from anypool.model_executor.cuda_graphs import MAX_TOKENS
-from anypool.model_executor.distributed import ranks
 from anypool.model_executor.gpu_memory import cap_memory, plan_memory
 from anypool.model_executor.transfers import make_current
 from anypool.model_executor.weights.repository import Repository
@@ -91,8 +90,8 @@ def make_cache(config: EngineConfig, loaded: LoadedModel) -> KVCache | None:
         return None
     assert config.max_model_len is not None
     memory = config.kv_cache_memory_fraction * device_memory(loaded.device) if config.enable_prefix_caching else 0.0
-    if loaded.device.type == "cpu":
-        memory /= ranks().size  # they share it
+    if loaded.device.type == "cpu":  # which the ranks share
+        memory /= config.num_ranks
     return KVCache(
         loaded.config,
         device=loaded.device,
