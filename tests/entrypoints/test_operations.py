@@ -25,6 +25,7 @@ import pytest
 from fastapi import FastAPI, HTTPException
 
 from anypool.config import EngineConfig
+from anypool.engine.admission import Admission
 from anypool.engine.engine import Engine
 from anypool.engine.request import Request
 from anypool.entrypoints.cli import main
@@ -488,7 +489,7 @@ def test_requests_tokens_and_failures_are_counted(engine: Engine, monkeypatch: p
     client.embed(input="a", dimensions=0)
     with monkeypatch.context() as patched:
         full = OverloadedError("full", retry_after_s=1)
-        patched.setattr(Engine, "_refusal", lambda engine, tokens, priority: full)
+        patched.setattr(Admission, "refusal", lambda admission, tokens, priority, config: full)
         assert client.embed(input="a").status_code == 429
     after = samples(client)
 
