@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from anypool.config import EngineConfig
-from anypool.engine.engine import Engine
+from anypool.engine.replicas import start_engine
 from anypool.entrypoints.ray.data import import_ray
 from anypool.entrypoints.serve.app import create_app
 from anypool.entrypoints.server_options import ServerOptions
@@ -30,7 +30,7 @@ class Replica:
     """
 
     def __init__(self, config: EngineConfig, options: ServerOptions) -> None:
-        self.engine, self.options = Engine(config), options
+        self.engine, self.options = start_engine(config), options
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self.engine, self.options)
