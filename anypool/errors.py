@@ -17,8 +17,9 @@
         ├── OverloadedError                      the queue is full (HTTP 429 with Retry-After)
         ├── NonFiniteResultError                 the model gave NaN or infinity for this request
         ├── DeadlineExceededError                the request's time was up before it had run (HTTP 504)
+        ├── ReplicaDiedError                     the replicas that ran the request died, twice
         ├── OutOfMemoryError                     the request alone needs more memory than there is
-        └── EngineDeadError                      the engine is shut down or its device thread has died
+        └── EngineDeadError                      the engine is shut down, or a thread or process of it has died
 
 Users' mistakes are `ValueError`s and name what was given, what is allowed and what to do.
 Broken invariants of our own are plain assertions.
@@ -103,9 +104,13 @@ class DeadlineExceededError(EngineError):
     """The request's time was up before its result was there."""
 
 
+class ReplicaDiedError(EngineError):
+    """The replica that ran the request died, and so did the one that ran it again."""
+
+
 class OutOfMemoryError(EngineError):
     """The request needs more memory than there is, even by itself."""
 
 
 class EngineDeadError(EngineError):
-    """The engine is shut down, or its device thread has died."""
+    """The engine is shut down, or its device thread or one of its processes has died."""

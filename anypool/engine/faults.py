@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
-
 from anypool.engine.request import Request
 from anypool.errors import (
     AnypoolError,
@@ -11,15 +9,9 @@ from anypool.errors import (
     EngineError,
     NonFiniteResultError,
     OutOfMemoryError,
+    ReplicaDiedError,
 )
 from anypool.model_executor.faults import is_out_of_memory
-
-
-def forget_tensors(error: BaseException | None) -> None:
-    """Frees the local variables of the calls that an error went through: they hold the memory of the failed pass."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def model_error(request: Request, error: Exception) -> AnypoolError:
@@ -37,6 +29,20 @@ def non_finite_error(request: Request) -> NonFiniteResultError:
         f"request {request.request_id}: the model gave NaN or infinity; "
         "its weights may be damaged, or its dtype too narrow"
     )
+
+
+def replica_error(request: Request, replica: str, reason: str) -> ReplicaDiedError:
+    return ReplicaDiedError(
+        f"request {request.request_id}: {replica} {reason} while it ran this request alone, after one had died with it "
+        "among its requests; it may need more memory than there is"
+    )
+
+
+def outcome_of(error: Exception) -> str:
+    """What the metrics call a request that failed."""
+    if isinstance(error, NonFiniteResultError):
+        return "nan"
+    return "expired" if isinstance(error, DeadlineExceededError) else "error"
 
 
 def deadline_error(request: Request) -> DeadlineExceededError:

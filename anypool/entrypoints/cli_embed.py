@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from anypool.config import EngineConfig
-from anypool.engine.preparation import PromptOptions
+from anypool.engine.prompt_options import PromptOptions
 from anypool.entrypoints.bulk.blocks import Done, Position
 from anypool.entrypoints.bulk.identity import engine_identity
 from anypool.entrypoints.bulk.job import Job, Output, check_first

@@ -18,7 +18,7 @@ import pytest
 
 import anypool
 from anypool.engine.engine import Engine
-from anypool.engine.preparation import PromptOptions
+from anypool.engine.prompt_options import PromptOptions
 from anypool.entrypoints import cli_embed, cli_files, cli_info, cli_scores
 from anypool.entrypoints.cli import build_parser, main
 from anypool.entrypoints.cli_flags import engine_arguments
@@ -60,6 +60,9 @@ ENGINE_FLAGS = {
     "--download-dir",
     "--served-model-name",
     "--chat-template",
+    "--tensor-parallel-size",
+    "--pipeline-parallel-size",
+    "--data-parallel-size",
     "--enforce-eager",
     "--use-tqdm-on-load",
     "--no-use-tqdm-on-load",
@@ -124,6 +127,23 @@ OWN_FLAGS = {
     },
     "info": {"--json"},
     "bench": {"--side", "--sets", "--rounds", "--texts", "--gguf", "--out", "--profile"},
+    "plan": {
+        "--docs",
+        "--tokens",
+        "--input",
+        "--input-field",
+        "--gpu",
+        "--share",
+        "--price-per-hour",
+        "--days",
+        "--dimensions",
+        "--dtype",
+        "--max-num-batched-tokens",
+        "--download-dir",
+        "--revision",
+        "--trust-remote-code",
+        "--json",
+    },
 }
 
 
@@ -192,7 +212,7 @@ def test_flags_are_those_that_are_documented(command: str) -> None:
     [commands] = [a for a in build_parser()._actions if isinstance(a.choices, dict)]
     parser = commands.choices[command]
     flags = {flag for action in parser._actions for flag in action.option_strings} - {"-h", "--help"}
-    assert flags == OWN_FLAGS[command] | (set() if command == "bench" else ENGINE_FLAGS)
+    assert flags == OWN_FLAGS[command] | (set() if command in ("bench", "plan") else ENGINE_FLAGS)
     document = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
     assert [flag for flag in sorted(flags) if f"`{flag}" not in document] == []
 
@@ -643,7 +663,7 @@ def test_unknown_flag_between_texts_is_refused(capsys: pytest.CaptureFixture[str
 
 @pytest.fixture
 def info(engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    monkeypatch.setattr(cli_info, "Engine", lambda config: engine)
+    monkeypatch.setattr(cli_info, "start_engine", lambda config: engine)
     monkeypatch.setattr(engine, "close", lambda: None)
 
     def run(*flags: str) -> str:

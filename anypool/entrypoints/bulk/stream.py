@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from anypool.engine.engine import Engine
-from anypool.engine.preparation import PromptOptions
+from anypool.engine.prompt_options import PromptOptions
 from anypool.engine.request import Request
 from anypool.entrypoints.bulk.blocks import Block, Column, Done, Failure, Position, joined
 from anypool.entrypoints.bulk.sources import Source

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from anypool import errors
 from anypool.config import EngineConfig
-from anypool.engine.preparation import PromptOptions
+from anypool.engine.prompt_options import PromptOptions
 from anypool.entrypoints.bulk.identity import engine_identity
 from anypool.entrypoints.bulk.job import Job, Output
 from anypool.entrypoints.bulk.sources import Files, find_files
