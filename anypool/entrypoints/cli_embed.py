@@ -57,6 +57,7 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-active-dims", type=int, metavar="N", help="how many weights of a sparse vector to keep, the largest"
     )
+    _add_ray_flags(parser)
     add_prompt_flags(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=run)
@@ -101,11 +102,26 @@ def _add_file_flags(parser: argparse.ArgumentParser) -> None:
     files.add_argument("--overwrite", action="store_true", help="begin anew where --output has the work of another run")
 
 
+def _add_ray_flags(parser: argparse.ArgumentParser) -> None:
+    ray = parser.add_argument_group("Ray")
+    ray.add_argument(
+        "--ray", action="store_true", help="run on a Ray cluster, a file of the output for each input file"
+    )
+    ray.add_argument("--ray-actors", type=int, metavar="N", help="how many engines (default: one per GPU, or per node)")
+    ray.add_argument("--ray-cpus", type=float, metavar="X", help="CPUs of each (default: the cluster's, shared out)")
+    ray.add_argument("--ray-gpus", type=float, metavar="X", help="GPUs of each (default: 1 where there are some)")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Embeds. What is wrong with flags, or with the first rows, is found before the model is loaded."""
     work, storing = _work(arguments), Storing(arguments.precision, arguments.calibration)
     output, source = _output(arguments), _source(arguments)
     engine_args = engine_arguments(arguments)
+    if arguments.ray:
+        return _run_ray(arguments, work, output)
+    for name in ("ray_actors", "ray_cpus", "ray_gpus"):
+        if getattr(arguments, name) is not None:
+            raise InvalidParameterError(f"--{name.replace('_', '-')} goes with --ray")
     load = partial(LLM, arguments.model, **engine_args)
     if output is None:
         check_first(source, work, storing)
@@ -115,6 +131,33 @@ def run(arguments: argparse.Namespace) -> int:
     EngineConfig.from_kwargs(model=arguments.model, **engine_args)  # checks them
     job = Job(source, work, storing, output, engine_identity(arguments.model, engine_args))
     report = job.run(load, show_bar=sys.stderr.isatty())
+    print(f"anypool: {report}", file=sys.stderr)
+    return 0
+
+
+def _run_ray(arguments: argparse.Namespace, work: Work, output: Output | None) -> int:
+    if output is None or output.is_file or arguments.input in (None, ["-"]):
+        raise InvalidParameterError("--ray takes files, as --input, to a folder, as --output")
+    from anypool.entrypoints.ray import embed_dataset  # optional
+
+    report = embed_dataset(
+        arguments.model,
+        arguments.input,
+        output.path,
+        field=arguments.input_field,
+        keep=arguments.keep,
+        output_format=output.ending[1:],
+        work=work,
+        precision=arguments.precision,
+        calibration=arguments.calibration,
+        rows_per_part=output.rows_per_part,
+        overwrite=output.overwrite,
+        actors=arguments.ray_actors,
+        cpus_per_actor=arguments.ray_cpus,
+        gpus_per_actor=arguments.ray_gpus,
+        show_progress=sys.stderr.isatty(),
+        **engine_arguments(arguments),
+    )
     print(f"anypool: {report}", file=sys.stderr)
     return 0
 

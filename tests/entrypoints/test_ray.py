@@ -18,6 +18,7 @@ from pyarrow import parquet
 
 from anypool.engine.engine import Engine
 from anypool.entrypoints.bulk.stream import Work
+from anypool.entrypoints.cli import main
 from anypool.entrypoints.ray import Embed, embed_dataset
 from anypool.entrypoints.ray.partitions import partitions_of
 from anypool.errors import InvalidParameterError, PromptTooLongError
@@ -77,7 +78,12 @@ def vectors(path: Path) -> np.ndarray:
 
 
 def test_partitioned_set_has_the_numbers_of_one_process_and_only_what_is_missing_is_run_again(
-    cluster: Any, minilm: str, partitions: Path, expected: np.ndarray, tmp_path: Path
+    cluster: Any,
+    minilm: str,
+    partitions: Path,
+    expected: np.ndarray,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     output = tmp_path / "out"
     arguments: dict[str, Any] = {"field": "body", "keep": ["id"], "actors": 2, "cpus_per_actor": 1}
@@ -89,8 +95,9 @@ def test_partitioned_set_has_the_numbers_of_one_process_and_only_what_is_missing
         assert parquet.read_table(path)["id"].to_pylist() == [f"{number}-{row}" for row in range(len(TEXTS) // 2)]
     kept = (output / "0.parquet").stat()
     (output / "1.parquet").unlink()
-    report = embed_dataset(minilm, partitions, output, **arguments)
-    assert (report.partitions, report.skipped, report.rows) == (1, 1, len(TEXTS) // 2)
+    flags = ["--input", str(partitions), "--input-field", "body", "--keep", "id", "--output", str(output)]
+    assert main(["embed", minilm, *flags, "--ray", "--ray-actors", "1", "--ray-cpus", "1"]) == 0
+    assert f"1 files were run and 1 were there; {len(TEXTS) // 2} rows" in capsys.readouterr().err
     assert (output / "0.parquet").stat().st_mtime_ns == kept.st_mtime_ns
     np.testing.assert_allclose(vectors(output / "1.parquet"), expected[1::2], atol=1e-6)
     with pytest.raises(

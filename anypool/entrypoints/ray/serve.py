@@ -118,7 +118,7 @@ def build_app(
         min_replicas=min_replicas,
         max_replicas=max_replicas,
         policy=policy,
-        **{"metrics_interval_s": 1.0, "look_back_period_s": 10.0, **(autoscaling or {})},
+        **(autoscaling or {}),
     )
     deployment = serve.deployment(
         name="anypool",
