@@ -209,8 +209,6 @@ def _check_windows(config: PoolerConfig) -> None:
 
 # Arguments that users of vLLM pass and that have only their neutral value here.
 _NOT_YET: Mapping[str, Any] = {
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
     "enable_lora": False,
 }
@@ -283,6 +281,8 @@ class EngineConfig:
         None, "the model's name over HTTP; by default its hub id, or its folder's name"
     )
     chat_template: str | None = _setting(None, "Jinja template of a reranker's prompt, as text or a file's name")
+    tensor_parallel_size: int = _setting(1, "processes that hold each layer together")
+    pipeline_parallel_size: int = _setting(1, "stages that the layers are cut into, of as many processes each")
     enforce_eager: bool = _setting(False, "never capture CUDA graphs")
     use_tqdm_on_load: bool = _setting(True, "show a progress bar while weights load")
 
@@ -312,10 +312,11 @@ class EngineConfig:
             re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None,
             f"device={self.device!r} is unknown; known: auto, cpu, cuda, cuda:N",
         )
-        for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "max_queued_tokens", "block_size"):
+        sizes = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "max_queued_tokens", "block_size")
+        for name in (*sizes, "tensor_parallel_size", "pipeline_parallel_size"):
             value = getattr(self, name)
             require(
-                value is None or (is_int(value) and value > 0),
+                (value is None and name in sizes[:2]) or (is_int(value) and value > 0),
                 f"{name}={value!r} is not a positive integer",
             )
         require(
@@ -342,6 +343,11 @@ class EngineConfig:
             self.hf_overrides is None or isinstance(self.hf_overrides, Mapping),
             f"hf_overrides={self.hf_overrides!r} is not a mapping of config.json keys",
         )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that hold the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @classmethod
     def from_kwargs(cls, **values: Any) -> EngineConfig:

@@ -26,10 +26,13 @@ from anypool.adapters.settings import Setting, pooling_defaults, resolve_setting
 from anypool.adapters.sparse import Backing, SparseHead
 from anypool.config import EngineConfig, PoolerConfig
 from anypool.errors import CheckpointFormatError, ConfigError
+from anypool.model_executor.degrees import require_degree
+from anypool.model_executor.distributed import ranks
 from anypool.model_executor.layers.packing import pack_linears
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import is_pooling_model, load_backbone
 from anypool.model_executor.registry import ModelRegistry
+from anypool.model_executor.stages import keep_stage, require_stages
 from anypool.model_executor.weights.checkpoint import Checkpoint, open_checkpoint
 from anypool.model_executor.weights.loading import construct
 from anypool.model_executor.weights.repository import Repository
@@ -130,10 +133,11 @@ def load_pooling_model(
         opened = replace(opened, recipe=replace(opened.recipe, types=(PoolingType.CLS,), normalize=True))
     recipe = opened.recipe
     model = _construct(engine, opened, model_cls, beside)
+    elsewhere = keep_stage(model, ranks(), keep_first=beside.sparse is not None)
     settings = resolve_settings(type(model), config, recipe, user, beside.head, is_sparse=beside.sparse is not None)
     vectors = _vectors(opened, settings["pooling_type"].value, checkpoint, vocabulary)
-    claimed = beside.claimed | vectors.claimed
-    _fill(model, opened, checkpoint, device=device, dtype=dtype, claimed=claimed, progress=engine.use_tqdm_on_load)
+    how: dict[str, Any] = {"device": device, "dtype": dtype, "claimed": beside.claimed | vectors.claimed}
+    _fill(model, opened, checkpoint, elsewhere, progress=engine.use_tqdm_on_load, **how)
     if is_pooling_model(model_cls):
         vectors = replace(vectors, size=getattr(model, "embedding_size", config.hidden_size))
     else:
@@ -168,6 +172,9 @@ def _model_class(engine: EngineConfig, opened: OpenedModel, user: PoolerConfig) 
     """The backbone's class; an error where what the user asks for contradicts it."""
     config, recipe = opened.config, opened.recipe
     model_cls = ModelRegistry.resolve_model_cls(config, model_impl=engine.model_impl)
+    require_degree(model_cls, config, ranks().tp_size)
+    require_stages(model_cls, config, ranks().pp_size)
+    _refuse_in_stages(engine, recipe)
     own_pooler = is_pooling_model(model_cls)
     if engine.convert == "none" and not own_pooler:
         raise ConfigError(
@@ -185,6 +192,21 @@ def _model_class(engine: EngineConfig, opened: OpenedModel, user: PoolerConfig) 
         )
     find_wording(config)  # which is an error where it is not known
     return model_cls
+
+
+def _refuse_in_stages(engine: EngineConfig, recipe: Recipe) -> None:
+    """Refuses what needs a whole model, where this process has a stage of it."""
+    stages = ranks().pp_size
+    if stages > 1 and recipe.layer_weights is not None:
+        raise ConfigError(
+            f"pipeline_parallel_size={stages}: WeightedLayerPooling needs the hidden states of all layers in one "
+            "process; leave it at 1"
+        )
+    if stages > 1 and engine.quantization is not None:
+        raise ConfigError(
+            f"pipeline_parallel_size={stages}: quantization={engine.quantization!r} compares a whole model with itself "
+            "before; use tensor_parallel_size, or leave quantization out"
+        )
 
 
 def _construct(engine: EngineConfig, opened: OpenedModel, model_cls: type[nn.Module], beside: Beside) -> Any:
@@ -217,25 +239,15 @@ def _vectors(
     )
 
 
-def _fill(
-    model: Any,
-    opened: OpenedModel,
-    checkpoint: Checkpoint,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    claimed: frozenset[str],
-    progress: bool,
-) -> None:
+def _fill(model: Any, opened: OpenedModel, checkpoint: Checkpoint, elsewhere: frozenset[str], **how: Any) -> None:
     """Reads the backbone's weights, and puts them as the device multiplies them best."""
-    where: dict[str, Any] = {"device": device, "dtype": dtype, "claimed": claimed, "progress": progress}
     if hasattr(model, "load"):
-        model.load(opened.backbone, **where)
+        model.load(opened.backbone, **how)
     else:
-        load_backbone(model, checkpoint, name=opened.config.name, **where)
+        load_backbone(model, checkpoint, name=opened.config.name, elsewhere=elsewhere, **how)
     pack_linears(model, leave=_heads(model))
     if opened.recipe.layer_weights is not None:
-        mix_layers(model, opened.config, opened.repository, opened.recipe.layer_weights, device)
+        mix_layers(model, opened.config, opened.repository, opened.recipe.layer_weights, how["device"])
 
 
 def _install_poolers(

@@ -60,6 +60,8 @@ ENGINE_FLAGS = {
     "--download-dir",
     "--served-model-name",
     "--chat-template",
+    "--tensor-parallel-size",
+    "--pipeline-parallel-size",
     "--enforce-eager",
     "--use-tqdm-on-load",
     "--no-use-tqdm-on-load",

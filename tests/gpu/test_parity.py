@@ -204,6 +204,6 @@ def test_a_graph_is_captured_and_used() -> None:
     folder, _ = save_family("bert")
     with on_gpu(folder, pooler_config=MEAN) as llm:
         embeddings(llm, random_ids(120, (9,)))
-        graphs = llm.engine._runner.graphs
+        graphs = llm.engine._executor.runner.graphs
         assert graphs is not None
         assert len(graphs) == 1

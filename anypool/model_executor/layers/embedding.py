@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from anypool.model_executor.distributed import sum_over_ranks
+from anypool.model_executor.layers.split import vocabulary_share
+
 
 class Embedding(nn.Module):
     """Rows of a table.
@@ -13,11 +16,32 @@ class Embedding(nn.Module):
     Args:
         rows: Vocabulary size.
         size: Size of a row.
+        split: Whether processes that hold a model together have a part of the rows each.
     """
 
-    def __init__(self, rows: int, size: int) -> None:
+    def __init__(self, rows: int, size: int, *, split: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, size), requires_grad=False)
+        self.num_rows = rows
+        self.rows = vocabulary_share(rows) if split else range(rows)
+        self.split = len(self.rows) < rows
+        self.weight = nn.Parameter(torch.empty(len(self.rows), size), requires_grad=False)
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids_T, self.weight)
+        if not self.split:
+            return F.embedding(ids_T, self.weight)
+        own_T = ids_T - self.rows.start
+        is_elsewhere_T = (own_T < 0) | (own_T >= len(self.rows))
+        if not self.rows:
+            found_TD = self.weight.new_zeros(*ids_T.shape, self.weight.shape[1])
+        else:
+            found_TD = F.embedding(own_T.masked_fill(is_elsewhere_T, 0), self.weight)
+            found_TD.masked_fill_(is_elsewhere_T.unsqueeze(-1), 0)
+        return sum_over_ranks(found_TD)
+
+    def table(self) -> torch.Tensor:
+        """`[rows, size]` all rows, which every process asks for at the same time: a copy where they are split."""
+        if not self.split:
+            return self.weight
+        whole_VD = self.weight.new_zeros(self.num_rows, self.weight.shape[1])
+        whole_VD[self.rows.start : self.rows.stop] = self.weight
+        return sum_over_ranks(whole_VD)

@@ -11,6 +11,7 @@ from torch import nn
 
 from anypool.model_executor.attention import AttentionMetadata
 from anypool.model_executor.model_config import ModelConfig
+from anypool.model_executor.stages import Stages
 from anypool.model_executor.weights.checkpoint import Checkpoint
 from anypool.model_executor.weights.loading import Renames, load_weights, materialize
 
@@ -28,6 +29,10 @@ class Backbone(nn.Module):
         ignored_checkpoint_names: Regular expressions of tensors that a checkpoint may hold and nobody needs.
         has_attention_bias: Whether a table is added to the scores of every layer.
         gives_layers: Whether `forward` takes `output_layers`.
+        can_split: Whether several processes may hold a model together: its layers say how they are split, and its
+            attention computes the heads of this process (`layers.split`).
+        stages: How `forward` may be cut into pipeline stages: given `intermediate`, it begins with the layers. None for
+            classes that cannot be cut.
         image_input: How images come into a prompt, for classes whose `forward` takes `images`, one entry per sequence:
             "tower" for an image in place of a text, "page" for an image with a text of the model's own around it,
             "inline" for images anywhere in a text. None for classes that read text alone.
@@ -50,6 +55,8 @@ class Backbone(nn.Module):
     ignored_checkpoint_names: ClassVar[Sequence[str]] = ()
     has_attention_bias: ClassVar[bool] = False
     gives_layers: ClassVar[bool] = False
+    can_split: ClassVar[bool] = False
+    stages: ClassVar[Stages | None] = None
     image_input: ClassVar[Literal["tower", "page", "inline"] | None] = None
 
     takes_prefix: bool = False
@@ -77,7 +84,7 @@ class Backbone(nn.Module):
             attn: The sequences.
             inputs_embeds_TD: `[T, D]` embeddings in place of the ids.
             token_type_ids_T: `[T]` segment ids, for encoders that have them.
-            intermediate: Hidden states of the stage before, in a pipeline.
+            intermediate: `[T, D]` hidden states of the stage before, in a pipeline: they take the place of embeddings.
             output_layers: Layers whose hidden states are wanted in place of the last ones, in rising order: 0 is what
                 the first layer takes, and the last is after the final norm.
 
@@ -140,6 +147,7 @@ def load_backbone(
     device: torch.device,
     dtype: torch.dtype,
     claimed: frozenset[str] = frozenset(),
+    elsewhere: frozenset[str] = frozenset(),
     progress: bool = False,
 ) -> None:
     """Allocates a backbone built on the meta device and fills it. The LM head is neither allocated nor read.
@@ -150,6 +158,7 @@ def load_backbone(
         name: Of the model, for messages.
         device, dtype: Where and in what it runs.
         claimed: Tensors that a head has read already.
+        elsewhere: Slots of tensors that other stages read.
         progress: Whether a bar is shown.
     """
     waiting = materialize(model, device=device, dtype=dtype)
@@ -165,6 +174,7 @@ def load_backbone(
             *(f"^{re.escape(tensor)}$" for tensor in claimed),
         ),
         only=waiting,
+        elsewhere=elsewhere,
         progress=progress,
     )
 
