@@ -93,11 +93,20 @@ def estimate(
 
 
 def _smallest_group(whole: MemoryPlan, outline: Outline, device: Device) -> tuple[int, MemoryPlan]:
-    """Over how many devices a model is split, and what each then takes. Activations are counted whole on each."""
-    heads, groups = outline.config.num_heads, outline.config.num_kv_heads or outline.config.num_heads
-    degrees = [1] if device.name == "cpu" else [n for n in range(1, heads + 1) if heads % n == 0]
+    """Over how many devices a model is split, and what each then takes.
+
+    Activations are counted whole on each, and graphs are captured on one device alone.
+    """
+    config = outline.config
+    heads, inner, groups = config.num_heads, config.intermediate_size, config.num_kv_heads or config.num_heads
+    degrees = [n for n in range(1, heads + 1) if heads % n == 0 and inner % n == 0] if device.name != "cpu" else [1]
     for degree in degrees:
-        part = replace(whole, weights=-(-whole.weights // degree), cache=-(-whole.cache // min(degree, groups)))
+        part = replace(
+            whole,
+            weights=-(-whole.weights // degree),
+            graphs=whole.graphs if degree == 1 else 0,
+            cache=-(-whole.cache // min(degree, groups)),
+        )
         if part.fits:
             return degree, part
     raise ConfigError(
