@@ -233,8 +233,6 @@ class LoRARequest:
 
 # Arguments that users of vLLM pass and that have only their neutral value here.
 _NOT_YET: Mapping[str, Any] = {
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
 }
 # Arguments of vLLM that change no result here, and are accepted so that its users' code runs.
@@ -313,6 +311,8 @@ class EngineConfig:
         None, "the model's name over HTTP; by default its hub id, or its folder's name"
     )
     chat_template: str | None = _setting(None, "Jinja template of a reranker's prompt, as text or a file's name")
+    tensor_parallel_size: int = _setting(1, "processes that hold each layer together")
+    pipeline_parallel_size: int = _setting(1, "stages that the layers are cut into, of as many processes each")
     enforce_eager: bool = _setting(False, "never capture CUDA graphs")
     use_tqdm_on_load: bool = _setting(True, "show a progress bar while weights load")
 
@@ -343,18 +343,12 @@ class EngineConfig:
             f"device={self.device!r} is unknown; known: auto, cpu, cuda, cuda:N",
         )
         _check_loras(self)
-        for name in (
-            "max_model_len",
-            "max_num_batched_tokens",
-            "max_num_seqs",
-            "max_queued_tokens",
-            "block_size",
-            "max_loras",
-            "max_lora_rank",
-        ):
+        sizes = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "max_queued_tokens", "block_size")
+        others = ("tensor_parallel_size", "pipeline_parallel_size", "max_loras", "max_lora_rank")
+        for name in (*sizes, *others):
             value = getattr(self, name)
             require(
-                value is None or (is_int(value) and value > 0),
+                (value is None and name in sizes[:2]) or (is_int(value) and value > 0),
                 f"{name}={value!r} is not a positive integer",
             )
         require(
@@ -381,6 +375,11 @@ class EngineConfig:
             self.hf_overrides is None or isinstance(self.hf_overrides, Mapping),
             f"hf_overrides={self.hf_overrides!r} is not a mapping of config.json keys",
         )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that hold the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @classmethod
     def from_kwargs(cls, **values: Any) -> EngineConfig:
@@ -427,6 +426,13 @@ class EngineConfig:
 
 
 def _check_loras(config: EngineConfig) -> None:
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        size = getattr(config, name)
+        require(
+            size == 1 or not (config.enable_lora or config.lora),
+            f"{name}={size!r}: LoRA adapters need a whole model in one process; leave it at 1, or merge the adapter "
+            "with peft and save the result",
+        )
     modules = config.lora_modules
     is_named = isinstance(modules, Mapping) and all(
         isinstance(one, str) and one for pair in modules.items() for one in pair

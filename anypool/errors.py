@@ -18,7 +18,7 @@
         ├── NonFiniteResultError                 the model gave NaN or infinity for this request
         ├── DeadlineExceededError                the request's time was up before it had run (HTTP 504)
         ├── OutOfMemoryError                     the request alone needs more memory than there is
-        └── EngineDeadError                      the engine is shut down or its device thread has died
+        └── EngineDeadError                      the engine is shut down, or a thread or process of it has died
 
 Users' mistakes are `ValueError`s and name what was given, what is allowed and what to do.
 Broken invariants of our own are plain assertions.
@@ -108,4 +108,4 @@ class OutOfMemoryError(EngineError):
 
 
 class EngineDeadError(EngineError):
-    """The engine is shut down, or its device thread has died."""
+    """The engine is shut down, or its device thread or one of its processes has died."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from anypool.adapters.sentence_transformers import Recipe, module_config
+from anypool.adapters.module_files import module_config
+from anypool.adapters.recipe import Recipe
 from anypool.errors import ConfigError
 from anypool.model_executor.weights.repository import Repository
 

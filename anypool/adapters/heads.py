@@ -212,6 +212,11 @@ def register_head(architecture: str, recipe: HeadRecipe) -> None:
     _REGISTERED[architecture] = recipe
 
 
+def registered_heads() -> dict[str, HeadRecipe]:
+    """What `register_head` was given, by architecture."""
+    return dict(_REGISTERED)
+
+
 def find_head(config: ModelConfig, checkpoint: Checkpoint) -> Head | None:
     """Builds and loads the head that a checkpoint holds; None where its architecture has none.
 

@@ -15,11 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from anypool.adapters.multi_vector import Expansion, MultiVectorRecipe, SideRecipe
-from anypool.adapters.sentence_transformers import (
+from anypool.adapters.module_files import (
     PASSIVE_MODULES,
-    Recipe,
-    build_head,
     module_config,
     read_modules,
     read_prompts,
@@ -27,6 +24,9 @@ from anypool.adapters.sentence_transformers import (
     transformer_config,
     transformer_settings,
 )
+from anypool.adapters.module_head import build_head
+from anypool.adapters.multi_vector import Expansion, MultiVectorRecipe, SideRecipe
+from anypool.adapters.recipe import Recipe
 from anypool.config import is_int, is_int_list
 from anypool.errors import CheckpointFormatError, UnsupportedArchitectureError, WeightsError
 from anypool.model_executor.weights.checkpoint import Checkpoint

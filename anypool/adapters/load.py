@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,51 +9,42 @@ from typing import Any
 import torch
 from torch import nn
 
-from anypool.adapters.bge_m3 import find_bge_m3
-from anypool.adapters.colpali_engine import find_wording, with_base
-from anypool.adapters.dense_choice import choose_dense, dense_folders
-from anypool.adapters.heads import Head, find_head
-from anypool.adapters.late_interaction import build_token_head, read_late_interaction
+from anypool.adapters.colpali_engine import find_wording
+from anypool.adapters.head_choice import Beside, choose_template, find_beside, primary_task, refuse_unread_template
+from anypool.adapters.heads import Head
+from anypool.adapters.late_interaction import build_token_head
 from anypool.adapters.layer_weights import mix_layers
-from anypool.adapters.lm_head_rows import head_from_config, manifest_head, rows_head
 from anypool.adapters.lora import LoRAModel, merge
 from anypool.adapters.lora_places import Places
+from anypool.adapters.module_head import build_head
 from anypool.adapters.multi_vector import MultiVector, Vocabulary, serve_token_vectors, token_vector_defaults
-from anypool.adapters.peft_repository import base_of, classifier_of, open_adapter, refuse_another_model, with_heads
+from anypool.adapters.opened import OpenedModel, open_model
+from anypool.adapters.peft_repository import with_heads
+from anypool.adapters.placement import pick_device, pick_dtype
 from anypool.adapters.pooling_model import as_pooling_model, score_poolers
 from anypool.adapters.quantization import Quantization, quantize, require_int8
-from anypool.adapters.rerank_templates import (
-    ChatTemplate,
-    Manifest,
-    RerankTemplate,
-    find_manifest,
-    names_both_roles,
-    own_template,
-    read_template,
-)
-from anypool.adapters.sentence_transformers import Recipe, build_head, read_recipe, recipe_of_family, score_head
+from anypool.adapters.recipe import Recipe
+from anypool.adapters.rerank_templates import RerankTemplate
 from anypool.adapters.settings import Setting, pooling_defaults, resolve_settings
-from anypool.adapters.sparse import Backing, SparseHead, find_sparse_head
+from anypool.adapters.sparse import Backing, SparseHead
 from anypool.config import EngineConfig, PoolerConfig
 from anypool.errors import CheckpointFormatError, ConfigError
+from anypool.model_executor.degrees import require_degree
+from anypool.model_executor.distributed import ranks
 from anypool.model_executor.layers.lora import LoRASlots
 from anypool.model_executor.layers.packing import pack_linears
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import is_pooling_model, load_backbone
-from anypool.model_executor.models.static import table_size
 from anypool.model_executor.registry import ModelRegistry
+from anypool.model_executor.stages import keep_stage, require_stages
 from anypool.model_executor.weights.checkpoint import Checkpoint, open_checkpoint
 from anypool.model_executor.weights.loading import construct
-from anypool.model_executor.weights.lora import CONFIG as ADAPTER
-from anypool.model_executor.weights.lora import PeftAdapter
-from anypool.model_executor.weights.repository import TOKENIZER_FILES, Repository
+from anypool.model_executor.weights.repository import Repository
 from anypool.pooling.methods import PoolingType
 from anypool.pooling.plan import PoolingDefaults
 from anypool.pooling.pooler import EmbedPooler, Pooler
 from anypool.pooling.routed import RoutedEmbedPooler
 from anypool.pooling.tasks import PoolingTask
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,66 +85,24 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenedModel:
-    """A checkpoint whose small files have been read, before its weights are.
+class _Vectors:
+    """What follows pooling, down to vectors.
 
     Attributes:
-        repository: All its files.
-        backbone: Those of the transformer, which may lie in a folder of their own.
-        config: What config.json says.
-        recipe: What the sentence-transformers files say.
-        tokenizer: Where the tokenizer is, where the user names no other.
-        adapters: LoRA adapters that are merged into it.
+        types: How rows are pooled.
+        dense: What follows them.
+        size: Of the vectors.
+        multi_vector, token_head: How token vectors are made, and the modules over each, where the checkpoint is about
+            these.
+        claimed: The backbone's tensors that the modules hold.
     """
 
-    repository: Repository
-    backbone: Repository
-    config: ModelConfig
-    recipe: Recipe
-    tokenizer: Repository
-    adapters: tuple[PeftAdapter, ...] = ()
-
-
-def open_model(engine: EngineConfig) -> OpenedModel:
-    """Finds a checkpoint, fetches it where it is a hub id, and reads its small files."""
-    repository = Repository.open(engine.model, revision=engine.revision, cache_dir=engine.download_dir)
-    repository = with_base(repository, cache_dir=engine.download_dir)
-    recipe = read_late_interaction(repository) or read_recipe(repository)
-    backbone = tokenizer = repository.subfolder(recipe.backbone)
-    adapters: list[PeftAdapter] = []
-    if backbone.base is None and backbone.exists(ADAPTER):
-        adapters.append(PeftAdapter.read(backbone))
-        base = base_of(adapters[0], cache_dir=engine.download_dir)
-        base_recipe = read_late_interaction(base) or read_recipe(base)
-        if not repository.exists("modules.json"):
-            repository, recipe = base, base_recipe
-        backbone = base.subfolder(base_recipe.backbone)
-        refuse_another_model(tokenizer, backbone)
-        tokenizer = tokenizer if any(map(tokenizer.exists, TOKENIZER_FILES)) else backbone
-    if engine.lora is not None:
-        adapters.append(open_adapter(Repository.open(engine.lora, cache_dir=engine.download_dir)))
-    overrides = {**classifier_of(adapters, backbone), **(engine.hf_overrides or {})} or None
-    if recipe.multi_vector is not None and recipe.multi_vector.projection is not None:
-        overrides = {"architectures": [], **(overrides or {})}  # the one there is stands for any backbone
-    if recipe.static is not None:
-        config = ModelConfig.of_table(repository.name, table_size(backbone), overrides=overrides)
-    else:
-        config = ModelConfig.from_pretrained(backbone, overrides=overrides, trust_remote_code=engine.trust_remote_code)
-    if config.family is not None:
-        recipe = recipe_of_family(recipe, config.family)
-    folders = dense_folders(repository, recipe)
-    if folders:
-        config = config.replace(is_matryoshka=False)
-        asked = None if engine.pooler_config is None else engine.pooler_config.dimensions
-        recipe = recipe if asked is None else choose_dense(repository, recipe, folders, asked)
-    return OpenedModel(
-        repository=repository,
-        backbone=backbone,
-        config=config,
-        recipe=recipe,
-        tokenizer=tokenizer,
-        adapters=tuple(adapters),
-    )
+    types: tuple[PoolingType, ...]
+    dense: nn.Sequential
+    size: int
+    multi_vector: MultiVector | None = None
+    token_head: nn.Module | None = None
+    claimed: frozenset[str] = frozenset()
 
 
 def load_pooling_model(
@@ -180,8 +127,63 @@ def load_pooling_model(
         ConfigError: A setting contradicts the checkpoint.
     """
     opened = opened or open_model(engine)
-    config, recipe, user = opened.config, opened.recipe, engine.pooler_config or PoolerConfig()
-    model_cls: Any = ModelRegistry.resolve_model_cls(config, model_impl=engine.model_impl)
+    user, config = engine.pooler_config or PoolerConfig(), opened.config
+    model_cls = _model_class(engine, opened, user)
+    device = pick_device(engine.device)
+    dtype = pick_dtype(engine.dtype, config, device, quantized=engine.quantization is not None)
+    if engine.quantization is not None:
+        require_int8(device, dtype)
+    checkpoint = with_heads(open_checkpoint(opened.backbone.base or opened.backbone), opened.adapters)
+    beside = Beside() if is_pooling_model(model_cls) else find_beside(engine, opened, checkpoint, user, token_id)
+    if beside.bge_m3 is not None and opened.recipe.types is None:
+        opened = replace(opened, recipe=replace(opened.recipe, types=(PoolingType.CLS,), normalize=True))
+    recipe = opened.recipe
+    model = _construct(engine, opened, model_cls, beside)
+    elsewhere = keep_stage(model, ranks(), keep_first=beside.sparse is not None)
+    settings = resolve_settings(type(model), config, recipe, user, beside.head, is_sparse=beside.sparse is not None)
+    vectors = _vectors(opened, settings["pooling_type"].value, checkpoint, vocabulary)
+    how: dict[str, Any] = {"device": device, "dtype": dtype, "claimed": beside.claimed | vectors.claimed}
+    _fill(model, opened, checkpoint, elsewhere, progress=engine.use_tqdm_on_load, **how)
+    if is_pooling_model(model_cls):
+        vectors = replace(vectors, size=getattr(model, "embedding_size", config.hidden_size))
+    else:
+        _install_poolers(model, opened, vectors, beside, settings, user, device=device, dtype=dtype)
+    model.eval()
+    claimed = beside.claimed | vectors.claimed
+    lora = _take_adapters(engine, model, opened, beside, claimed, dtype=dtype, device=device)
+    quantization = None
+    if engine.quantization is not None:
+        compared = (PoolingType.MEAN,) if is_pooling_model(model_cls) else vectors.types
+        quantization = _quantize(engine, model, opened, compared, encode)
+    defaults = _defaults(model, opened, settings, vectors, beside, user)
+    if engine.chat_template is not None:
+        refuse_unread_template(model, config, defaults)
+    return LoadedModel(
+        model=model,
+        repository=opened.repository,
+        config=config,
+        recipe=recipe,
+        pooler_config=user,
+        head=beside.head,
+        sparse=beside.sparse,
+        rerank_template=choose_template(engine, opened, beside.head, beside.manifest),
+        defaults=defaults,
+        settings=settings,
+        device=device,
+        dtype=dtype,
+        quantization=quantization,
+        multi_vector=vectors.multi_vector,
+        lora=lora,
+    )
+
+
+def _model_class(engine: EngineConfig, opened: OpenedModel, user: PoolerConfig) -> type[nn.Module]:
+    """The backbone's class; an error where what the user asks for contradicts it."""
+    config, recipe = opened.config, opened.recipe
+    model_cls = ModelRegistry.resolve_model_cls(config, model_impl=engine.model_impl)
+    require_degree(model_cls, config, ranks().tp_size)
+    require_stages(model_cls, config, ranks().pp_size)
+    _refuse_in_stages(engine, recipe)
     own_pooler = is_pooling_model(model_cls)
     if engine.convert == "none" and not own_pooler:
         raise ConfigError(
@@ -197,55 +199,83 @@ def load_pooling_model(
             f"convert={engine.convert!r}: {config.name} gives a vector per token; for one per text say how it is "
             "pooled, pooler_config=PoolerConfig(pooling_type='MEAN')"
         )
-    device = pick_device(engine.device)
-    dtype = pick_dtype(engine.dtype, config, device, quantized=engine.quantization is not None)
-    if engine.quantization is not None:
-        require_int8(device, dtype)
     find_wording(config)  # which is an error where it is not known
-    checkpoint = with_heads(open_checkpoint(opened.backbone.base or opened.backbone), opened.adapters)
-    manifest = find_manifest(config, answers=recipe.answer_ids, token_id=token_id)
-    head = None if own_pooler else _head(engine, opened, checkpoint, user, manifest, token_id)
-    sparse = None
-    if not own_pooler:
-        sparse = find_sparse_head(opened.repository, recipe, config, checkpoint, convert=engine.convert)
-    bge_m3 = None if own_pooler or engine.convert == "embed" else find_bge_m3(opened.repository, config, token_id)
-    if bge_m3 is not None and recipe.types is None:
-        recipe = replace(recipe, types=(PoolingType.CLS,), normalize=True)
-    claimed = frozenset().union(*(one.tensors for one in (head, sparse) if one is not None))
-    if engine.convert == "embed":
-        head = None
-    task = PoolingTask.TOKEN_EMBED if recipe.multi_vector is not None else _primary_task(head, sparse, engine.convert)
+    return model_cls
+
+
+def _refuse_in_stages(engine: EngineConfig, recipe: Recipe) -> None:
+    """Refuses what needs a whole model, where this process has a stage of it."""
+    stages = ranks().pp_size
+    if stages > 1 and recipe.layer_weights is not None:
+        raise ConfigError(
+            f"pipeline_parallel_size={stages}: WeightedLayerPooling needs the hidden states of all layers in one "
+            "process; leave it at 1"
+        )
+    if stages > 1 and engine.quantization is not None:
+        raise ConfigError(
+            f"pipeline_parallel_size={stages}: quantization={engine.quantization!r} compares a whole model with itself "
+            "before; use tensor_parallel_size, or leave quantization out"
+        )
+
+
+def _construct(engine: EngineConfig, opened: OpenedModel, model_cls: type[nn.Module], beside: Beside) -> Any:
+    """The pooling model, without weights yet."""
+    config = opened.config
+    is_multi_vector = opened.recipe.multi_vector is not None
+    task = PoolingTask.TOKEN_EMBED if is_multi_vector else primary_task(beside.head, beside.sparse, engine.convert)
     try:
         pooling_cls: Any = as_pooling_model(model_cls, task)
     except TypeError as error:
         raise ConfigError(f"{config.architecture} cannot be loaded: {error}") from error
-    model: Any = construct(lambda: pooling_cls(config) if own_pooler else pooling_cls(config, head))
-    settings = resolve_settings(pooling_cls, config, recipe, user, head, is_sparse=sparse is not None)
-    types = settings["pooling_type"].value
-    dense, size = build_head(opened.repository, recipe.modules, config.hidden_size * len(types))
-    multi_vector = None
-    if recipe.multi_vector is not None:
-        multi_vector = MultiVector.resolve(recipe.multi_vector, vocabulary, name=config.name)
-        token_head, size, projection = build_token_head(
-            opened.repository, recipe.multi_vector, config.hidden_size, checkpoint, name=config.name
-        )
-        claimed |= projection
-    progress = engine.use_tqdm_on_load
+    arguments = (config,) if is_pooling_model(model_cls) else (config, beside.head)
+    return construct(lambda: pooling_cls(*arguments))
+
+
+def _vectors(
+    opened: OpenedModel, types: tuple[PoolingType, ...], checkpoint: Checkpoint, vocabulary: Vocabulary | None
+) -> _Vectors:
+    """What the recipe puts behind pooling, loaded."""
+    repository, config, recipe = opened.repository, opened.config, opened.recipe
+    dense, size = build_head(repository, recipe.modules, config.hidden_size * len(types))
+    if recipe.multi_vector is None:
+        return _Vectors(types=types, dense=dense, size=size)
+    multi_vector = MultiVector.resolve(recipe.multi_vector, vocabulary, name=config.name)
+    token_head, size, claimed = build_token_head(
+        repository, recipe.multi_vector, config.hidden_size, checkpoint, name=config.name
+    )
+    return _Vectors(
+        types=types, dense=dense, size=size, multi_vector=multi_vector, token_head=token_head, claimed=claimed
+    )
+
+
+def _fill(model: Any, opened: OpenedModel, checkpoint: Checkpoint, elsewhere: frozenset[str], **how: Any) -> None:
+    """Reads the backbone's weights, and puts them as the device multiplies them best."""
     if hasattr(model, "load"):
-        model.load(opened.backbone, device=device, dtype=dtype, claimed=claimed, progress=progress)
+        model.load(opened.backbone, **how)
     else:
-        load_backbone(
-            model, checkpoint, name=config.name, device=device, dtype=dtype, claimed=claimed, progress=progress
-        )
+        load_backbone(model, checkpoint, name=opened.config.name, elsewhere=elsewhere, **how)
     pack_linears(model, leave=_heads(model))
-    if recipe.layer_weights is not None:
-        mix_layers(model, config, opened.repository, recipe.layer_weights, device)
-    if own_pooler:
-        size = getattr(model, "embedding_size", config.hidden_size)
-    elif multi_vector is not None:
-        serve_token_vectors(model, multi_vector, token_head.to(device), types=types)
+    if opened.recipe.layer_weights is not None:
+        mix_layers(model, opened.config, opened.repository, opened.recipe.layer_weights, how["device"])
+
+
+def _install_poolers(
+    model: Any,
+    opened: OpenedModel,
+    vectors: _Vectors,
+    beside: Beside,
+    settings: Mapping[str, Setting],
+    user: PoolerConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Gives a backbone that has no pooler of its own one for each task that its checkpoint has a head for."""
+    types, dense, size, head, sparse = vectors.types, vectors.dense, vectors.size, beside.head, beside.sparse
+    if vectors.multi_vector is not None and vectors.token_head is not None:
+        serve_token_vectors(model, vectors.multi_vector, vectors.token_head.to(device), types=types)
     else:
-        model.pooler.install(PoolingTask.EMBED, _embed_pooler(opened, recipe, types, dense, size).to(device))
+        model.pooler.install(PoolingTask.EMBED, _embed_pooler(opened, types, dense, size).to(device))
         if head is not None:
             head.module.to(device)
             for task, pooler in score_poolers(head, types=settings["score_pooling_type"].value).items():
@@ -255,62 +285,74 @@ def load_pooling_model(
         model.pooler.install(PoolingTask.SPARSE_EMBED, sparse.build(backing))
         if sparse.is_alone and user.pooling_types is None:
             model.pooler.remove(PoolingTask.EMBED)
-    if bge_m3 is not None:
-        for task, pooler in bge_m3.poolers.items():
+    if beside.bge_m3 is not None:
+        for task, pooler in beside.bge_m3.poolers.items():
             model.pooler.install(task, pooler.to(device))
-    model.eval()
-    lora = None
-    if opened.adapters or engine.enable_lora:
-        places = Places(model, head=head, recipe=recipe, claimed=claimed)
-        if not places.are_linear:
-            raise ConfigError(f"{config.name} has no linear layers that LoRA could be added to: leave it out")
-        for adapter in opened.adapters:
-            merge(places, adapter)
-        if engine.enable_lora:
-            slots = LoRASlots(engine.max_loras, engine.max_lora_rank, dtype=dtype, device=device)
-            lora = LoRAModel(model, places, slots)
-    quantization = None
-    if engine.quantization is not None:
-        quantization = quantize(
-            model,
-            config,
-            leave=_heads(model),
-            types=(PoolingType.MEAN,) if own_pooler or PoolingType.ALL in types else types,
-            encode=encode,
-            minimum=engine.min_quantized_cosine,
+
+
+def _take_adapters(
+    engine: EngineConfig, model: Any, opened: OpenedModel, beside: Beside, claimed: frozenset[str], **how: Any
+) -> LoRAModel | None:
+    """Merges the adapters of a checkpoint, and makes room for those of requests where they may name some."""
+    if not (opened.adapters or engine.enable_lora):
+        return None
+    config = opened.config
+    if ranks().size > 1:
+        raise ConfigError(
+            f"{config.name}: LoRA adapters need a whole model in one process: leave tensor_parallel_size and "
+            "pipeline_parallel_size at 1, or merge the adapter with peft and save the result"
         )
-    by_sparse = next((one.sparse for one in (bge_m3, sparse) if one is not None), None)
-    defaults = pooling_defaults(model, config, settings, size, user, head, by_sparse)
-    if recipe.router is not None and recipe.router.heads:
-        defaults = replace(defaults, sides=frozenset(recipe.router.heads))
-    if multi_vector is not None:
-        defaults = replace(defaults, token_vectors=token_vector_defaults(multi_vector, defaults))
-    if engine.chat_template is not None:
-        _refuse_unread_template(model, config, defaults)
-    return LoadedModel(
-        model=model,
-        repository=opened.repository,
-        config=config,
-        recipe=recipe,
-        pooler_config=user,
-        head=head,
-        sparse=sparse,
-        rerank_template=_rerank_template(engine, opened, head, manifest),
-        defaults=defaults,
-        settings=settings,
-        device=device,
-        dtype=dtype,
-        quantization=quantization,
-        multi_vector=multi_vector,
-        lora=lora,
+    places = Places(model, head=beside.head, recipe=opened.recipe, claimed=claimed)
+    if not places.are_linear:
+        raise ConfigError(f"{config.name} has no linear layers that LoRA could be added to: leave it out")
+    for adapter in opened.adapters:
+        merge(places, adapter)
+    if not engine.enable_lora:
+        return None
+    return LoRAModel(model, places, LoRASlots(engine.max_loras, engine.max_lora_rank, **how))
+
+
+def _quantize(
+    engine: EngineConfig,
+    model: Any,
+    opened: OpenedModel,
+    types: tuple[PoolingType, ...],
+    encode: Callable[[Sequence[str]], list[list[int]]] | None,
+) -> Quantization:
+    """Quantises the linear layers, and compares the pooled states of `types` with those before."""
+    return quantize(
+        model,
+        opened.config,
+        leave=_heads(model),
+        types=(PoolingType.MEAN,) if PoolingType.ALL in types else types,
+        encode=encode,
+        minimum=engine.min_quantized_cosine,
     )
 
 
-def _embed_pooler(
-    opened: OpenedModel, recipe: Recipe, types: tuple[PoolingType, ...], dense: nn.Sequential, size: int
-) -> Pooler:
+def _defaults(
+    model: Any,
+    opened: OpenedModel,
+    settings: Mapping[str, Setting],
+    vectors: _Vectors,
+    beside: Beside,
+    user: PoolerConfig,
+) -> PoolingDefaults:
+    """What a request gets where it asks for nothing."""
+    sparse = next((one.sparse for one in (beside.bge_m3, beside.sparse) if one is not None), None)
+    defaults = pooling_defaults(model, opened.config, settings, vectors.size, user, beside.head, sparse)
+    router = opened.recipe.router
+    if router is not None and router.heads:
+        defaults = replace(defaults, sides=frozenset(router.heads))
+    if vectors.multi_vector is not None:
+        defaults = replace(defaults, token_vectors=token_vector_defaults(vectors.multi_vector, defaults))
+    return defaults
+
+
+def _embed_pooler(opened: OpenedModel, types: tuple[PoolingType, ...], dense: nn.Sequential, size: int) -> Pooler:
     """The pooler of dense vectors, with a head for each side where the checkpoint's router has several."""
-    heads = {} if recipe.router is None else recipe.router.heads
+    router = opened.recipe.router
+    heads = {} if router is None else router.heads
     if not heads:
         return EmbedPooler(types, dense)
     found = {}
@@ -328,130 +370,3 @@ def _embed_pooler(
 def _heads(model: Any) -> Iterable[nn.Module]:
     """The modules of the pooler, which are computed as they are."""
     return model.pooler.modules() if isinstance(model.pooler, nn.Module) else ()
-
-
-def _head(
-    engine: EngineConfig,
-    opened: OpenedModel,
-    checkpoint: Checkpoint,
-    user: PoolerConfig,
-    manifest: Manifest | None,
-    token_id: Callable[[str], int] | None,
-) -> Head | None:
-    """The head of the checkpoint, or one made of LM-head rows where its files or the user ask for that."""
-    config, recipe = opened.config, opened.recipe
-    head = head_from_config(config, checkpoint, token_id) or find_head(config, checkpoint)
-    head = head or score_head(opened.repository, recipe, config, checkpoint)
-    if head is None and manifest is not None and token_id is not None and engine.convert != "embed":
-        head = manifest_head(config, checkpoint, manifest, token_id)
-    if head is None and recipe.is_cross_encoder and engine.convert != "embed":
-        raise CheckpointFormatError(
-            f"{config.name} is a CrossEncoder, and {config.architecture} has no classification head; name the tokens "
-            "whose logits are the score with hf_overrides={'classifier_from_token': [false, true], "
-            "'method': 'from_2_way_softmax'}"
-        )
-    if head is None and user.returned_token_ids is not None:
-        head = rows_head(config, checkpoint, user.returned_token_ids, token_level=True)
-    if head is None and engine.convert == "classify":
-        raise ConfigError(
-            f"convert='classify': {config.name} has no classification head. Load a checkpoint saved as "
-            "...ForSequenceClassification or ...ForTokenClassification, or make a head from rows of the LM head with "
-            "hf_overrides={'classifier_from_token': [...], 'method': 'no_post_processing'}"
-        )
-    return head
-
-
-def _rerank_template(
-    engine: EngineConfig, opened: OpenedModel, head: Head | None, manifest: Manifest | None
-) -> RerankTemplate | None:
-    """The user's template; else, where the model scores texts, its files' own or the known reranker's.
-
-    A chat template that comes with a checkpoint's tokenizer is taken where the checkpoint says that its pairs go
-    through it, or where it is made for pairs; any other is about conversations.
-    """
-    if engine.chat_template is not None:
-        return ChatTemplate(engine.chat_template)
-    if head is None or head.recipe.token_level:
-        return None
-    recipe, backbone = opened.recipe, opened.backbone
-    if recipe.message_format is not None and recipe.is_cross_encoder:
-        in_parts = recipe.message_format == "structured"
-        stated = own_template(backbone, in_parts=in_parts, variables=recipe.template_variables)
-        if stated is None:
-            raise CheckpointFormatError(f"{backbone.name} puts pairs into a chat template, and there is none")
-        return stated
-    if manifest is not None or head.is_reward or head.labels != 1:
-        return manifest
-    text = read_template(backbone)
-    return own_template(backbone) if text is not None and names_both_roles(text) else None
-
-
-def _refuse_unread_template(model: nn.Module, config: ModelConfig, defaults: PoolingDefaults) -> None:
-    scores = defaults.scores.get(PoolingTask.CLASSIFY)
-    if scores is None or scores.columns != 1 or getattr(model, "score_type", None) == "late-interaction":
-        raise ConfigError(
-            f"chat_template has no meaning for {config.name}: it is the prompt of a pair of texts, and this model has "
-            "no head of one label that reads one; leave it out"
-        )
-
-
-def _primary_task(head: Head | None, sparse: SparseHead | None, convert: str) -> PoolingTask:
-    """The task that the model's class is named after."""
-    if sparse is not None and sparse.is_alone:
-        return PoolingTask.SPARSE_EMBED
-    if head is None:
-        return PoolingTask.REWARD if convert == "reward" else PoolingTask.EMBED
-    if head.is_reward or convert == "reward":
-        return PoolingTask.REWARD
-    return PoolingTask.TOKEN_CLASSIFY if head.recipe.token_level else PoolingTask.CLASSIFY
-
-
-def pick_device(asked: str) -> torch.device:
-    """The device asked for; "auto" is a GPU where there is one. A GPU has its number, which much of torch asks for."""
-    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError(f"device={asked!r}: torch sees no GPU here; use device='cpu'")
-    number = int(asked.partition(":")[2]) if ":" in asked else torch.cuda.current_device()
-    if number >= torch.cuda.device_count():
-        raise ConfigError(f"device={asked!r}: torch sees {torch.cuda.device_count()} GPUs here, counted from 0")
-    return torch.device("cuda", number)
-
-
-def pick_dtype(asked: str, config: ModelConfig, device: torch.device, *, quantized: bool = False) -> torch.dtype:
-    """The dtype asked for; "auto" is the checkpoint's own, or half precision around quantised layers.
-
-    Gemma's hidden states grow beyond what float16 holds: it runs in bfloat16 in its place, or is refused where float16
-    is asked for.
-
-    A CPU multiplies no float16 fast, and bfloat16 only with instructions for it: there a half-precision checkpoint runs
-    in bfloat16 where the CPU has them, and in float32 elsewhere.
-    """
-    own = "bfloat16" if quantized and _cpu_has_bfloat16() else config.dtype or "float32"
-    name = own if asked == "auto" else asked
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in known:
-        raise ConfigError(f"{config.name}: config.json has dtype {name!r}; pass dtype= one of {', '.join(known)}")
-    if device.type != "cpu" and name == "float16" and config.model_type.startswith("gemma"):
-        if asked == "float16":
-            raise ConfigError(
-                f"dtype='float16': the hidden states of {config.name} ({config.model_type}) grow beyond what float16 "
-                "holds; use dtype='bfloat16' or 'float32'"
-            )
-        return torch.bfloat16
-    if device.type != "cpu" or name == "float32":
-        return known[name]
-    fast = torch.bfloat16 if _cpu_has_bfloat16() else torch.float32
-    if asked == "bfloat16" and fast is torch.float32:
-        logger.warning("this CPU has no bfloat16 instructions: dtype='float32' would be several times faster")
-        return torch.bfloat16
-    if asked == "float16":
-        logger.warning("no CPU computes fast in float16: running in %s", fast)
-    return fast
-
-
-def _cpu_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware: AVX512_BF16 or AMX on x86; Arm's BF16 extension elsewhere."""
-    if platform.machine() in ("x86_64", "AMD64"):
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from anypool.adapters.heads import Head
-from anypool.adapters.sentence_transformers import Recipe
+from anypool.adapters.recipe import Recipe
 from anypool.model_executor.layers.embedding import Embedding
 from anypool.model_executor.layers.linear import Linear
 from anypool.model_executor.layers.packing import is_foreign_linear

@@ -14,6 +14,7 @@ from torch import nn
 
 from anypool.errors import UnsupportedArchitectureError, WeightsError
 from anypool.model_executor.layers.activation import Activation, activation
+from anypool.model_executor.layers.embedding import Embedding
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.weights.checkpoint import Checkpoint
 from anypool.model_executor.weights.loading import fill
@@ -185,12 +186,13 @@ def read_masked_lm_head(config: ModelConfig, checkpoint: Checkpoint) -> MaskedLM
 
 
 def word_embeddings(model: nn.Module) -> nn.Parameter:
-    """The input embedding of a loaded backbone, `[V, D]`."""
-    found: list[Any] = [
-        module.weight for name, module in model.named_modules() if name.rsplit(".", 1)[-1] in _EMBEDDINGS
-    ]
+    """The input embedding of a loaded backbone, `[V, D]`; a copy where it is split over processes."""
+    found: list[Any] = [module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] in _EMBEDDINGS]
     assert found, "a backbone with a masked language model's head has word embeddings"
-    parameter: nn.Parameter = found[0]
+    embedding = found[0]
+    if isinstance(embedding, Embedding) and embedding.split:
+        return nn.Parameter(embedding.table(), requires_grad=False)
+    parameter: nn.Parameter = embedding.weight
     return parameter
 
 

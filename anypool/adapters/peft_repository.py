@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from anypool.adapters.sentence_transformers import read_modules
+from anypool.adapters.module_files import read_modules
 from anypool.errors import CheckpointFormatError, ModelNotFoundError, UnsupportedArchitectureError
 from anypool.model_executor.weights.checkpoint import Checkpoint, ExtendedCheckpoint, open_checkpoint
 from anypool.model_executor.weights.lora import CONFIG, ModulePatch, PeftAdapter

@@ -9,7 +9,7 @@ from typing import Any
 
 from anypool.adapters.heads import Head
 from anypool.adapters.pooling_model import PoolingMixin
-from anypool.adapters.sentence_transformers import Recipe
+from anypool.adapters.recipe import Recipe
 from anypool.config import PoolerConfig
 from anypool.errors import ConfigError, InvalidParameterError
 from anypool.model_executor.model_config import ModelConfig

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from anypool.adapters.masked_lm_head import MaskedLMHead, placed, read_masked_lm_head, word_embeddings
+from anypool.adapters.recipe import Recipe
 from anypool.adapters.router import RouterRecipe
-from anypool.adapters.sentence_transformers import Recipe
 from anypool.adapters.sparse_recipe import AutoEncoderRecipe, SpladeRecipe
 from anypool.errors import CheckpointFormatError, ConfigError
 from anypool.model_executor.model_config import ModelConfig

@@ -16,7 +16,7 @@ import torch
 from anypool.adapters.rerank_templates import TemplatedPrompt
 from anypool.config import EngineConfig
 from anypool.engine.engine import Engine
-from anypool.engine.preparation import PromptOptions
+from anypool.engine.prompt_options import PromptOptions
 from anypool.engine.prompts import ImagePrompt, Prompt, TextPair
 from anypool.engine.request import Request, check_turn
 from anypool.errors import DeadlineExceededError, EngineDeadError, EngineError, OverloadedError

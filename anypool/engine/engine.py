@@ -11,30 +11,30 @@ import logging
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Literal
-
-import torch
 
 from anypool.adapters.rerank_templates import TemplatedPrompt
 from anypool.config import EngineConfig
-from anypool.engine.batch import make_batch
-from anypool.engine.faults import deadline_error, forget_tensors, model_error, non_finite_error
+from anypool.engine.admission import Admission
+from anypool.engine.faults import deadline_error, model_error, non_finite_error
+from anypool.engine.flight import Flight
 from anypool.engine.health import Health
 from anypool.engine.metrics import EngineMetrics
 from anypool.engine.pieces import LongPrompt, Piece
-from anypool.engine.preparation import Preparation, PromptOptions
+from anypool.engine.preparation import Preparation
+from anypool.engine.prompt_options import PromptOptions
 from anypool.engine.prompts import Prompt, TextPair
 from anypool.engine.request import Request, check_new, check_turn, leaves
 from anypool.engine.scheduler import Scheduler
-from anypool.engine.setup import load, make_cache, plan_gpu_memory, read_adapters, resolve
-from anypool.errors import EngineDeadError, OverloadedError
-from anypool.model_executor.cpu import give_freed_memory_back, keep_freed_memory, run_apart, set_up_threads
-from anypool.model_executor.faults import is_out_of_memory, is_sticky
-from anypool.model_executor.packed_batch import PackedBatch
-from anypool.model_executor.pooling_model_runner import PoolingModelRunner, RunnerOutput
+from anypool.engine.setup import read_adapters
+from anypool.engine.start import start
+from anypool.errors import EngineDeadError
+from anypool.model_executor.cpu import KeptMemory
+from anypool.model_executor.faults import forget_tensors, is_out_of_memory, is_peers_failure, is_sticky
+from anypool.model_executor.pooling_model_runner import RunnerOutput
 from anypool.model_executor.transfers import make_current
 from anypool.pooling.params import PoolingParams
 from anypool.pooling.tasks import PoolingTask
@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 # A budget that runs out of memory is halved, but not below this: then it is the model that is too large.
 _LEAST_TOKENS = 64
-# Seconds after which memory that is kept for the next layer is given back once. It takes about 20 ms.
-_KEPT_MEMORY_S = 5.0
+# Seconds until the device thread of an engine whose ranks have died is given up.
+_LAST_WAIT_S = 5.0
 
 
 class Engine:
@@ -59,36 +59,28 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        set_up_threads()
-        self.tokenizer, self.loaded = run_apart(partial(load, config))
-        self._keeps_memory = self.loaded.device.type == "cpu" and keep_freed_memory()
-        self.config = resolve(config, self.loaded, self.tokenizer)
+        started = start(config)
+        self.config, self.tokenizer, self.loaded = started.config, started.tokenizer, started.loaded
+        self._cache, self._executor = started.cache, started.executor
+        self._memory = KeptMemory(self.loaded.device)
         assert self.config.max_model_len is not None and self.config.max_num_batched_tokens is not None
         self.max_model_len = self.config.max_model_len
         self.metrics = EngineMetrics()
         self.lora = read_adapters(self.config, self.loaded)
         self._preparation = Preparation(self.loaded, self.tokenizer, self.max_model_len, self.lora)
         self._scheduler = Scheduler(max_tokens=self.config.max_num_batched_tokens, max_seqs=self.config.max_num_seqs)
-        self._runner = PoolingModelRunner(
-            self.loaded.model,
-            self.loaded.device,
-            enforce_eager=self.config.enforce_eager,
-            lora=None if self.loaded.lora is None else self.loaded.lora.slots,
-        )
-        self._cache = make_cache(self.config, self.loaded)
-        if self.loaded.device.type == "cuda":
-            plan_gpu_memory(self.config, self.loaded, self._cache, graphs=self._runner.graphs is not None)
-        self._long: LongPrompt | None = None
-        self._running: Sequence[Request] = ()
+        self._admission = Admission(self._scheduler)
+        self._flights: deque[Flight] = deque()
+        self._again: deque[Sequence[Request]] = deque()  # what is left of batches that failed, before all that waits
+        self._long: LongPrompt | None = None  # whose next chunk waits
+        self._running: Sequence[Request] = ()  # all that are in flight
         self._changed = threading.Condition()
         self._holding = 0
         self._next_sweep = 0.0
         self._stop_at: float | None = None
         self._death: BaseException | None = None
         self._beat = time.monotonic()
-        self._trimmed = self._beat
-        self._tokens_per_s = 0.0  # of batches that left others waiting: those were as full as they get
-        self._leaves_others = False
+        self._executor.watch(self._wake, self._die)
         self._thread = threading.Thread(target=self._serve, name="anypool-device", daemon=True)
         self._thread.start()
         atexit.register(_close, weakref.ref(self))
@@ -152,6 +144,10 @@ class Engine:
         """Where a request's tokens stand in the text it came from; None where it came from token ids."""
         return self._preparation.offsets(prompt, request, options)
 
+    def kept_places(self, ids: list[int], options: PromptOptions) -> Sequence[int]:
+        """Which of a text's token ids, special ones included, are left where these options cut it."""
+        return self._preparation.kept_places(ids, options)
+
     def prompt_text(self, options: PromptOptions) -> str:
         """The text that these options put before each input."""
         return self._preparation.prompt_text(options)
@@ -185,12 +181,12 @@ class Engine:
         now = time.monotonic()
         requests = [request for request in leaves(requests) if not request.is_answered]
         tokens = sum(map(len, requests))
-        if bounded and self._refusal(tokens, priority):
+        if bounded and self._admission.refusal(tokens, priority, self.config):
             self._sweep()
         with self._changed:
             if not self.is_alive:
                 raise EngineDeadError(self._end_message())
-            if bounded and (refusal := self._refusal(tokens, priority)):
+            if bounded and (refusal := self._admission.refusal(tokens, priority, self.config)):
                 self.metrics.refused()
                 raise refusal
             check_new(requests)
@@ -213,23 +209,6 @@ class Engine:
                 self._holding -= 1
                 self._changed.notify()
 
-    def _refusal(self, tokens: int, priority: int) -> OverloadedError | None:
-        """Why the queue does not take so many more tokens, if it does not. An empty one takes any number."""
-        waiting, config = self._scheduler.waiting_tokens, self.config
-        if waiting and waiting + tokens > config.max_queued_tokens:
-            message = (
-                f"{waiting:,} tokens are waiting, and the queue takes {config.max_queued_tokens:,}: try again later"
-            )
-            return OverloadedError(message, retry_after_s=_retry_after(waiting / max(self._tokens_per_s, 1.0)))
-        if self._tokens_per_s and config.max_queue_s is not None:
-            wait_s = self._scheduler.tokens_before(tokens, priority) / self._tokens_per_s
-            if wait_s > config.max_queue_s:
-                message = f"the turn would come in {wait_s:,.1f} s, and the limit is {config.max_queue_s:g} s"
-                return OverloadedError(
-                    f"{message}: try again later", retry_after_s=_retry_after(wait_s - config.max_queue_s)
-                )
-        return None
-
     def _sweep(self) -> None:
         """Drops those that nobody waits for. It looks at the whole queue, so a twentieth of the time may go into it."""
         with self._changed:
@@ -246,121 +225,143 @@ class Engine:
     def _serve(self) -> None:
         try:
             make_current(self.loaded.device)
-            while self._next():
-                self._turn(self._running)
-                self._running = ()
-                self._trim_memory()
+            while self._step():
+                self._memory.trim()
         except BaseException as error:  # whatever it is, nobody may be left waiting
-            self._death = error
+            self._death = self._death or error
             logger.exception("the device thread died")
         finally:
             self._fail_waiting()
-            self._end_long()
+            self._executor.close()
 
-    def _trim_memory(self) -> None:
-        now = time.monotonic()
-        if self._keeps_memory and now - self._trimmed >= _KEPT_MEMORY_S:
-            self._trimmed = now
-            give_freed_memory_back()
+    def _step(self) -> bool:
+        """Launches a batch or collects one, and waits until either can be done; False when the engine stops."""
+        turn = self._next()
+        if turn is None:
+            return False
+        if isinstance(turn, Flight):
+            self._collect(turn)
+        else:
+            self._turn(turn)
+        self._running = [request for flight in self._flights for request in flight.requests]
+        return True
 
-    def _next(self) -> bool:
-        """Takes the next batch, waiting for one; False when the engine stops."""
+    def _wake(self) -> None:
         with self._changed:
-            while True:
-                self._beat = time.monotonic()
-                if self._stop_at is not None and (not self._scheduler or self._beat >= self._stop_at):
-                    return False
-                may_run = not self._holding or self._stop_at is not None  # nothing is added to what waits at the end
-                if may_run and (requests := self._scheduler.next_batch()):
-                    self._running, self._leaves_others = requests, bool(self._scheduler)
-                    return True
+            self._changed.notify()
+
+    def _die(self, error: EngineDeadError) -> None:
+        """Answers everybody, whatever the device thread is at: there is nothing to run anything on any more."""
+        self._death = self._death or error
+        logger.error("%s", error)
+        self._fail_waiting()
+        self._wake()
+
+    def _next(self) -> Flight | Sequence[Request] | None:
+        """The oldest batch in flight if its results are there, else requests to launch; None when the engine stops.
+
+        Where neither is to be had, whichever comes first.
+        """
+        with self._changed:
+            while self._death is None:
+                oldest = self._flights[0] if self._flights else None
+                if oldest is not None and oldest.is_done:
+                    return oldest
+                if len(self._flights) < self._executor.depth and (requests := self._take()):
+                    self._running = [*self._running, *requests]
+                    return requests
+                if oldest is None:
+                    self._beat = time.monotonic()
+                    if self._stop_at is not None:
+                        return None
+                elif not self._executor.calls_back:
+                    return oldest
                 self._changed.wait()
+            return None
+
+    def _take(self) -> Sequence[Request]:
+        """Takes the requests whose turn it is."""
+        if self._again:
+            return self._again.popleft()
+        # After a stop nothing is added any more to what waits for the end of `together`.
+        may_run = not self._holding if self._stop_at is None else time.monotonic() < self._stop_at
+        return self._scheduler.next_batch() if may_run else ()
 
     def _turn(self, requests: Sequence[Request]) -> None:
-        """Runs requests whose turn it is; those that nobody waits for any more are dropped."""
+        """Launches requests whose turn it is; those that nobody waits for any more are dropped."""
         now = time.monotonic()
         gone = [request for request in requests if request.is_gone(now)]
         if self._long is not None and self._long.request in gone:
-            self._end_long()
+            self._end_long(self._long)
         self._drop(gone)
         due = [request for request in requests if request not in gone] if gone else requests
-        if self._long is None or self._long.request not in due:  # not for every chunk
-            self.metrics.started(due, now)
+        self.metrics.started([request for request in due if not request.started], now)
         is_long = len(due) == 1 and len(due[0]) > self._scheduler.max_tokens and due[0].num_keys is None
-        if is_long and self.config.enable_chunked_prefill:
-            self._run_chunk(due[0])
-        elif due:
-            for batch in (due,) if self.lora is None else self.lora.batches(due):
-                self._run(batch)
+        if not due:
+            return
+        first, *rest = [due] if self.lora is None else self.lora.batches(due)
+        self._again.extendleft(reversed(rest))
+        self._launch(first, in_chunks=is_long and bool(self.config.enable_chunked_prefill))
 
-    def _run(self, requests: Sequence[Request]) -> None:
-        """Runs whole prompts. A batch that raises is halved until the request that causes it stands alone."""
+    def _launch(self, requests: Sequence[Request], *, in_chunks: bool) -> None:
+        """Launches whole prompts, or the next chunk of a long one, and queues what is left of that."""
         self._beat = time.monotonic()
-        pieces: list[Piece] = []
+        if in_chunks and self._long is None:
+            self._make_room(requests[0])
+        flight = Flight(requests, self._scheduler.max_tokens, self._beat, bool(self._scheduler), in_chunks)
         try:
-            pieces = self._pieces(requests)
-            output = self._runner.run(
-                self._batch(pieces),
-                [request.plan for request in requests],
-                [[one.plan for one in request.also] for request in requests],
-            )
+            if self._cache is not None and in_chunks:
+                self._long = flight.long = self._long or self._cache.begin(requests[0])
+            adapters = () if self.lora is None else self.lora.place(requests)
+            work = flight.plan(self._cache, pad_token_id=self.loaded.config.pad_token_id, adapters=adapters)
+            flight.in_flight = self._executor.launch(work)
         except Exception as error:  # anything a model may raise; it goes to the request that caused it
             failure = error
         else:
-            self._ran(pieces, output)
-            for index, piece in enumerate(pieces):
-                self._finish(piece, output, index)
+            self._flights.append(flight)
+            if flight.long is not None:
+                self._put_back_rest(flight.long, flight.pieces[0])
             return
-        for piece in pieces:
-            self._give_back(piece, keep=False)
-        self._failed(requests, failure, tokens=sum(map(len, requests)))
+        self._failed(flight, failure)
 
-    def _run_chunk(self, request: Request) -> None:
-        """Runs the next chunk of a prompt that is longer than the budget, and queues what is left of it."""
-        assert self._cache is not None
-        tokens = self._scheduler.max_tokens
+    def _make_room(self, request: Request) -> None:
+        """Waits until the blocks of batches in flight leave enough for a long prompt."""
+        while self._flights and self._cache is not None and not self._cache.has_room(request):
+            self._collect(self._flights[0])
+
+    def _put_back_rest(self, long: LongPrompt, piece: Piece) -> None:
+        """Queues the next chunk, which may be launched before this one has ended: they run in order."""
+        long.done = piece.stop
+        if piece.is_last:
+            self._long = None
+            return
+        with self._changed:
+            self._scheduler.put_back(long.request, len(piece))
+
+    def _collect(self, flight: Flight) -> None:
+        """Waits for the oldest batch in flight, and gives its results to those who wait for them."""
+        self._beat = time.monotonic()
+        assert flight.in_flight is not None
         try:
-            if self._long is None:
-                self._long = self._cache.begin(request)
-            long = self._long
-            assert long.request is request, "one long prompt at a time"
-            piece = long.next_piece(tokens)
-            batch = self._batch([piece])
-            if long.pooling is None:
-                plans = [one.plan for one in (request, *request.also)]
-                long.pooling = self._runner.begin_chunks(batch, plans)
-            output = self._runner.run_chunk(batch, long.pooling, is_last=piece.is_last)
-        except Exception as error:  # as in `_run`
+            output = flight.in_flight.result()
+        except Exception as error:  # as in `_launch`
             failure = error
         else:
-            self._ran([piece], output)
-            long.done = piece.stop
-            if piece.is_last:
-                self._long = None
-                self._finish(long.whole, output, 0)
-            else:
-                with self._changed:
-                    self._scheduler.put_back(request, len(piece))
+            self._flights.popleft()
+            self._ran(flight, output)
             return
-        self._end_long()  # if the prompt is run again, it starts over
-        self._failed([request], failure, tokens=tokens)
+        self._flights.popleft()
+        self._failed(flight, failure)
 
-    def _pieces(self, requests: Sequence[Request]) -> list[Piece]:
-        if self._cache is None:
-            return [Piece(request, len(request)) for request in requests]
-        return self._cache.whole(requests)
-
-    def _batch(self, pieces: Sequence[Piece]) -> PackedBatch:
-        pad_token_id = self.loaded.config.pad_token_id
-        adapters = () if self.lora is None else self.lora.place([piece.request for piece in pieces])
-        return make_batch(pieces, torch.device("cpu"), pad_token_id=pad_token_id, cache=self._cache, adapters=adapters)
-
-    def _ran(self, pieces: Sequence[Piece], output: RunnerOutput) -> None:
-        tokens = sum(map(len, pieces))
-        self.metrics.ran(pieces, output, budget=self._scheduler.max_tokens)
-        if self._leaves_others:
-            speed = tokens / max(output.forward_s + output.pool_s, 1e-6)
-            self._tokens_per_s = 0.9 * self._tokens_per_s + 0.1 * speed if self._tokens_per_s else speed
+    def _ran(self, flight: Flight, output: RunnerOutput) -> None:
+        pieces, ended = flight.pieces, time.monotonic()
+        self.metrics.ran(pieces, output, budget=flight.budget)
+        self._admission.ran(sum(map(len, pieces)), began=flight.began, ended=ended, is_full=flight.leaves_others)
+        if flight.long is None:
+            for index, piece in enumerate(pieces):
+                self._finish(piece, output, index)
+        elif pieces[0].is_last and not flight.long.is_over:
+            self._finish(flight.long.whole, output, 0)
 
     def _finish(self, piece: Piece, output: RunnerOutput, index: int) -> None:
         """Resolves the request of the piece at `index` of a batch.
@@ -380,24 +381,36 @@ class Engine:
             self.metrics.ended(request, "nan")
             request.fail(non_finite_error(request))
 
-    def _failed(self, requests: Sequence[Request], error: Exception, *, tokens: int) -> None:
-        """Runs a failed batch in halves, a lone request once more where memory was short, or fails it."""
-        self.metrics.failed_batches += 1
-        if is_sticky(error):  # there is nothing to run anything on: end, with an error for everybody who waits
+    def _failed(self, flight: Flight, error: Exception) -> None:
+        """Has a failed batch run in halves, a lone request once more where memory was short, or fails it."""
+        is_innocent = is_peers_failure(error)
+        self.metrics.failed_batches += not is_innocent
+        if is_sticky(error) or isinstance(
+            error, EngineDeadError
+        ):  # there is nothing to run anything on: end, with an error for everybody who waits
             raise error
         forget_tensors(error)
-        if is_out_of_memory(error):
-            self._shrink(tokens)
-        if len(requests) > 1:
-            logger.warning("a batch of %d raised %s; running it in halves", len(requests), type(error).__name__)
-            middle = len(requests) // 2
-            self._run(requests[:middle])
-            self._run(requests[middle:])
+        if flight.long is None:
+            for piece in flight.pieces:
+                self._give_back(piece, keep=False)
+        elif flight.long.is_over:
             return
-        [request] = requests
+        else:
+            self._end_long(flight.long)  # if the prompt is run again, it starts over
+        if is_innocent:  # it was on its way when another batch failed
+            self._start_over(flight)
+            return
+        if is_out_of_memory(error):
+            self._shrink(flight)
+        if len(flight.requests) > 1:
+            logger.warning("a batch of %d raised %s; running it in halves", len(flight.requests), type(error).__name__)
+            middle = len(flight.requests) // 2
+            self._again.extendleft((flight.requests[middle:], flight.requests[:middle]))
+            return
+        [request] = flight.requests
         if is_out_of_memory(error) and not request.ran_out_of_memory:
             # Smaller chunks may fit where this did not. If they are as small as they get, one more try has to do.
-            can_shrink = self.config.enable_chunked_prefill and tokens > self._scheduler.max_tokens
+            can_shrink = self.config.enable_chunked_prefill and flight.tokens > self._scheduler.max_tokens
             request.ran_out_of_memory = not can_shrink
             with self._changed:
                 self._scheduler.put_back(request, 0)
@@ -405,18 +418,23 @@ class Engine:
         self.metrics.ended(request, "error")
         request.fail(model_error(request, error))
 
-    def _shrink(self, tokens: int) -> None:
+    def _start_over(self, flight: Flight) -> None:
+        if not flight.in_chunks:
+            self._again.append(flight.requests)
+            return
+        with self._changed:
+            self._scheduler.put_back(flight.requests[0], 0)
+
+    def _shrink(self, flight: Flight) -> None:
         """Halves the token budget, for good: what did not fit once will not fit the next time.
 
         A prompt that is run whole though it is longer than the budget says nothing about batches within it.
         """
         self.metrics.out_of_memory += 1
-        if self.loaded.device.type == "cuda":
-            self._runner.free_graphs()
-            torch.cuda.empty_cache()
+        self._executor.free_memory()
         budget = self._scheduler.max_tokens
-        smaller = max(_LEAST_TOKENS, tokens // 2)
-        if smaller >= budget or tokens > budget:
+        smaller = max(_LEAST_TOKENS, flight.tokens // 2)
+        if smaller >= budget or flight.tokens > budget:
             return
         with self._changed:
             self._scheduler.max_tokens = smaller
@@ -426,10 +444,15 @@ class Engine:
         if self._cache is not None:
             self._cache.give_back(piece, keep=keep)
 
-    def _end_long(self) -> None:
-        if self._long is not None:
-            self._give_back(self._long.whole, keep=False)
+    def _end_long(self, long: LongPrompt) -> None:
+        """Gives up a prompt in chunks. Those in flight may run on: what is launched later runs after them."""
+        long.is_over = True
+        if self._long in (None, long):
             self._long = None
+            self._executor.forget_chunks()
+        with self._changed:
+            self._scheduler.take_back(long.request)
+        self._give_back(long.whole, keep=False)
 
     def _drop(self, gone: Collection[Request]) -> None:
         """Answers requests that nobody waits for any more."""
@@ -452,8 +475,11 @@ class Engine:
             self._changed.notify()
         if threading.current_thread() is self._thread:
             return
+        if isinstance(self._death, EngineDeadError):  # the thread may wait for a process that is no more
+            timeout_s = min(timeout_s, _LAST_WAIT_S)
         self._thread.join(min(drain_s + timeout_s, threading.TIMEOUT_MAX))
         if self._thread.is_alive():
+            self._executor.kill()
             logger.error("the device thread has not ended within %.0f s and is given up", drain_s + timeout_s)
             self._fail_waiting()
 
@@ -462,16 +488,15 @@ class Engine:
             if self._stop_at is None:
                 self._stop_at = time.monotonic()
             waiting = self._scheduler.drain()
+            again = [request for requests in self._again for request in requests]
         error = EngineDeadError(self._end_message())
-        for request in (*waiting, *self._running):
+        for request in (*waiting, *again, *self._running):
             request.fail(error)
 
     def _end_message(self) -> str:
+        if isinstance(self._death, EngineDeadError):
+            return str(self._death)
         return "the engine is shut down" if self._death is None else f"the device thread died: {self._death!r}"
-
-
-def _retry_after(seconds: float) -> float:
-    return min(600.0, max(1.0, seconds))
 
 
 def _close(engine: weakref.ref[Engine]) -> None:

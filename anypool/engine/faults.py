@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
-
 from anypool.engine.request import Request
 from anypool.errors import (
     AnypoolError,
@@ -13,13 +11,6 @@ from anypool.errors import (
     OutOfMemoryError,
 )
 from anypool.model_executor.faults import is_out_of_memory
-
-
-def forget_tensors(error: BaseException | None) -> None:
-    """Frees the local variables of the calls that an error went through: they hold the memory of the failed pass."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def model_error(request: Request, error: Exception) -> AnypoolError:

@@ -13,8 +13,8 @@ import torch
 from anypool.engine.kv_cache import BlockPool, block_hashes
 from anypool.engine.request import Request
 from anypool.model_executor.kv_store import KVStore
+from anypool.model_executor.layers.split import local_kv_heads
 from anypool.model_executor.model_config import ModelConfig
-from anypool.pooling.pooler import ChunkedPooling
 
 
 @dataclass(eq=False)
@@ -52,16 +52,21 @@ class LongPrompt:
     Attributes:
         request: Whose prompt.
         whole: What is left of it after its cached prefix, with the blocks of all of it.
-        done: Tokens that are computed, or were cached.
-        pooling: What the chunks so far were folded into, for each task; None before the first.
+        done: Tokens that are computed, or on their way, or were cached.
+        is_over: Whether nothing of it counts any more.
     """
 
     def __init__(self, whole: Piece, *, stored_in_the_end: int) -> None:
         self.request = whole.request
         self.whole = whole
         self.done = whole.start
-        self.pooling: list[ChunkedPooling] | None = None
+        self.is_over = False
         self._stored_in_the_end = stored_in_the_end
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a chunk of it has been launched."""
+        return self.done > self.whole.start
 
     def next_piece(self, max_tokens: int) -> Piece:
         """The next chunk. All of it is stored for the chunks that follow."""
@@ -107,6 +112,10 @@ class KVCache:
                 self._plan(piece, coming)
         return pieces
 
+    def has_room(self, request: Request) -> bool:
+        """Whether there are blocks for all of a prompt. Once nothing runs there are, for one of any length."""
+        return self.pool.num_free >= -(-len(request) // self.block_size)
+
     def begin(self, request: Request) -> LongPrompt:
         """Starts a prompt that runs in chunks, with blocks for all of it."""
         whole = Piece(request, len(request))
@@ -116,7 +125,7 @@ class KVCache:
             cached = len(whole.blocks)
             whole.start = cached * self.block_size
             fresh = self.pool.allocate(-(-len(request) // self.block_size) - cached)
-            assert fresh is not None, "there is room for one prompt of any length, and one is held at a time"
+            assert fresh is not None, "who begins a long prompt sees to it that there is room"
             whole.blocks += fresh
             whole.new_blocks = dict(zip(hashes[cached:], fresh))  # noqa: B905 - the last block may not be full
         return LongPrompt(whole, stored_in_the_end=len(hashes) * self.block_size)
@@ -174,7 +183,7 @@ class KVCache:
 
 def num_blocks(config: ModelConfig, *, dtype: torch.dtype, block_size: int, max_model_len: int, memory: float) -> int:
     """How many blocks fit into `memory` bytes, and at least those of one prompt of any length."""
-    layers = 2 * config.num_layers * (config.num_kv_heads or config.num_heads) * (config.head_size or 1)
+    layers = 2 * config.num_layers * local_kv_heads(config.num_heads, config.num_kv_heads) * (config.head_size or 1)
     per_block = (layers + config.hidden_size) * dtype.itemsize * block_size
     return max(int(memory // per_block), -(-max_model_len // block_size))
 

@@ -124,6 +124,11 @@ class Scheduler:
         self._count([request], 1)
         self._in_chunks = request
 
+    def take_back(self, request: Request) -> None:
+        """Takes a request off the queue if it waits there for its next chunk."""
+        if self._in_chunks is request:
+            self._take_long(request)
+
     def take_gone(self) -> list[Request]:
         """Takes the requests off the queue that are cancelled or past their deadline, but for one in chunks."""
         now = time.monotonic()

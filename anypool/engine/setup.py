@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from anypool.adapters.load import LoadedModel, OpenedModel, load_pooling_model, open_model, pick_device
+from anypool.adapters.load import LoadedModel, load_pooling_model
+from anypool.adapters.opened import OpenedModel, open_model
+from anypool.adapters.placement import pick_device
 from anypool.config import EngineConfig, LoRARequest
 from anypool.engine.lora import LoRAManager
 from anypool.engine.pieces import KVCache, device_memory, num_blocks

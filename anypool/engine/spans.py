@@ -9,7 +9,9 @@ from numbers import Integral
 from typing import Any
 
 from anypool.engine.prompts import Prompt, check_prompt
-from anypool.errors import InvalidParameterError
+from anypool.errors import InvalidParameterError, UnsupportedTaskError
+from anypool.pooling.methods import PoolingType
+from anypool.pooling.pooler import EmbedPooler, Pooler
 
 UNITS = ("characters", "tokens")
 
@@ -81,6 +83,20 @@ def _check_span(span: object, index: int) -> Span:
     if not 0 <= start < end:
         raise _wrong(index, f"spans has {(start, end)}; a span starts at 0 or later and ends after its start")
     return start, end
+
+
+def refuse_unless_mean(pooler: Pooler, name: str) -> None:
+    """Refuses spans of a model, of a name, whose embeddings are not the mean of their tokens' states.
+
+    Raises:
+        UnsupportedTaskError: Its `pooler` of embeddings pools otherwise.
+    """
+    if not isinstance(pooler, EmbedPooler) or pooler.types != (PoolingType.MEAN,):
+        pooling = "+".join(pooler.types) if isinstance(pooler, EmbedPooler) else "a pooler of its own"
+        raise UnsupportedTaskError(
+            f"a span's embedding is the mean of its tokens, and {name} pools by {pooling}: "
+            "take a model that pools by MEAN, or pass pooler_config=PoolerConfig(pooling_type='MEAN')"
+        )
 
 
 def token_spans(prompt: SpannedPrompt, index: int, length: int, offsets: Sequence[Span] | None) -> tuple[Span, ...]:

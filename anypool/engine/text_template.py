@@ -6,13 +6,17 @@ prompt of the checkpoint's or of the caller's is the system message.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from anypool.adapters.chat_templates import ConversationTemplate, conversation_template
 from anypool.adapters.load import LoadedModel
+from anypool.engine.image_prompts import ImagePrompts
+from anypool.engine.prompts import ImagePrompt, TextPair, check_prompt
+from anypool.engine.spans import SpannedPrompt
 from anypool.engine.tokenization import Tokenizer
-from anypool.errors import CheckpointFormatError
+from anypool.errors import CheckpointFormatError, InvalidPromptError
 
 # Two texts that have no ending in common.
 _FILLERS = ("0", "1 2 3 4")
@@ -27,6 +31,7 @@ class TextTemplate:
         in_parts: Whether the content of a message is a list of parts rather than a text.
         add_generation_prompt: Whether the beginning of an answer stands at the end.
         variables: Further variables that the template sees.
+        name: Of the model, for messages.
     """
 
     def __init__(
@@ -37,8 +42,9 @@ class TextTemplate:
         in_parts: bool,
         add_generation_prompt: bool,
         variables: dict[str, Any],
+        name: str,
     ) -> None:
-        self._template, self._tokenizer, self._in_parts = template, tokenizer, in_parts
+        self._template, self._tokenizer, self._in_parts, self._name = template, tokenizer, in_parts, name
         self._add_generation_prompt, self._variables = add_generation_prompt, variables
         self.ending = lru_cache(maxsize=256)(self._ending)
 
@@ -62,6 +68,7 @@ class TextTemplate:
             in_parts=recipe.message_format == "structured",
             add_generation_prompt=bool(variables.pop("add_generation_prompt", False)),
             variables=variables,
+            name=loaded.config.name,
         )
 
     def render(self, text: str | None, prompt: str = "", *, images: int = 0) -> str:
@@ -80,6 +87,32 @@ class TextTemplate:
             add_generation_prompt=self._add_generation_prompt,
             variables=self._variables,
         )
+
+    def apply(self, prompt: Any, index: int, prefix: str, images: ImagePrompts) -> Any:
+        """A prompt as the template writes it; token ids and images with placeholders as they are.
+
+        Args:
+            prompt: In any of its forms.
+            index: Its place among the inputs, for messages.
+            prefix: What would stand before it without a template.
+            images: What knows the placeholders of images.
+
+        Raises:
+            InvalidPromptError: It is a pair of texts or a text with spans, which do not go through the template.
+        """
+        prompt = check_prompt(prompt, index) if not isinstance(prompt, SpannedPrompt) else prompt
+        if isinstance(prompt, str):
+            return self.render(prompt, prefix)
+        if isinstance(prompt, ImagePrompt):
+            if images.has_placeholder(prompt.text or ""):
+                return prompt
+            return replace(prompt, text=self.render(prompt.text, images=len(prompt.images)))
+        if isinstance(prompt, (TextPair, SpannedPrompt)):
+            raise InvalidPromptError(
+                f"input {index} is {'a pair of texts' if isinstance(prompt, TextPair) else 'a text with spans'}, and "
+                f"{self._name} reads each text in its chat template"
+            )
+        return prompt
 
     def _content(self, text: str) -> str | list[dict[str, str]]:
         return [self._part(text)] if self._in_parts else text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import signal
 import sys
 from collections.abc import Iterator
@@ -51,6 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             for config in configs:
                 engines.append(Engine(config))
+            # What is loaded stays. Without this, each full collection would look at all of it, for about 0.1 s.
+            gc.collect()
+            gc.freeze()
             serve(engines, sock, options)
         finally:
             for engine in engines:

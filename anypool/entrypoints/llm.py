@@ -16,7 +16,7 @@ from anypool.adapters.heads import labels_of
 from anypool.adapters.rerank_templates import ChatTemplate
 from anypool.config import EngineConfig, LoRARequest, is_int
 from anypool.engine.engine import Engine
-from anypool.engine.preparation import PromptOptions
+from anypool.engine.prompt_options import PromptOptions
 from anypool.engine.prompts import Prompt, as_given, as_prompt_list, check_text
 from anypool.engine.request import Request, leaves
 from anypool.engine.spans import check_span_lists, check_spans
@@ -595,9 +595,14 @@ def _name_of(task: PoolingTask | Sequence[PoolingTask]) -> str:
 def _of_side(
     params: PoolingParams | Sequence[PoolingParams] | None, is_query: bool | None
 ) -> PoolingParams | Sequence[PoolingParams] | None:
-    """The parameters with the side that a call names, in place of what they say themselves."""
+    """The parameters with the side that a call names; an error where they say the other."""
     if is_query is None:
         return params
+    for one in params if isinstance(params, (list, tuple)) else [params]:
+        if isinstance(one, PoolingParams) and one.is_query not in (None, is_query):
+            raise InvalidParameterError(
+                f"is_query={is_query} contradicts PoolingParams(is_query={one.is_query}): give one", param="is_query"
+            )
     if isinstance(params, (list, tuple)):
         return [replace(one, is_query=is_query) if isinstance(one, PoolingParams) else one for one in params]
     if params is None or isinstance(params, PoolingParams):

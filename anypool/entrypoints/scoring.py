@@ -6,17 +6,17 @@ model compares vectors, and a late-interaction model compares token vectors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from anypool.adapters.rerank_templates import ChatTemplate, RerankTemplate, TemplatedPrompt
 from anypool.config import is_number
 from anypool.engine.engine import Engine
-from anypool.engine.preparation import PromptOptions
+from anypool.engine.prompt_options import PromptOptions
 from anypool.engine.prompts import ImagePrompt, Prompt, TextPair, as_image_prompt, check_text
 from anypool.engine.request import Request
 from anypool.errors import InvalidParameterError, InvalidPromptError, UnsupportedTaskError
@@ -65,6 +65,13 @@ class ScoringPlan:
 
     jobs: tuple[Job, ...]
     finish: Callable[[Sequence[Ran]], Scores]
+
+
+class Side(NamedTuple):
+    """A text of a pair: its request, and the result of that."""
+
+    request: Request
+    result: torch.Tensor
 
 
 def as_pairs(data_1: Any, data_2: Any) -> tuple[list[Any], list[Any]]:
@@ -271,16 +278,10 @@ def _embeddings(
     if has_sides:
         jobs = _routed(jobs)
 
-    def finish(ran: Sequence[Ran]) -> Scores:
-        pairs = _matched(jobs, ran, left, right)
-        if not pairs:
-            return []
-        scores_N = run_apart(
-            lambda: compare(torch.stack([a[1] for a, _ in pairs]), torch.stack([b[1] for _, b in pairs]))
-        )
-        return [(score, [a[0], b[0]]) for score, (a, b) in zip(scores_N, pairs, strict=True)]
+    def scores(pairs: Sequence[tuple[Side, Side]]) -> Iterable[torch.Tensor]:
+        return compare(torch.stack([a.result for a, _ in pairs]), torch.stack([b.result for _, b in pairs]))
 
-    return ScoringPlan(tuple(jobs), finish)
+    return _compared(jobs, left, right, scores)
 
 
 def _sides(
@@ -323,12 +324,10 @@ def _sparse_vectors(
     compare = similarity(loaded.recipe.similarity_fn_name or "dot")
     jobs = _routed(_sides(engine, left, right, PoolingTask.SPARSE_EMBED, params, options, roles=False))
 
-    def finish(ran: Sequence[Ran]) -> Scores:
-        pairs = _matched(jobs, ran, left, right)
-        scores = run_apart(lambda: [compare(_row(a[1], size), _row(b[1], size))[0] for a, b in pairs])
-        return [(score, [a[0], b[0]]) for score, (a, b) in zip(scores, pairs, strict=True)]
+    def scores(pairs: Sequence[tuple[Side, Side]]) -> Iterable[torch.Tensor]:
+        return [compare(_row(a.result, size), _row(b.result, size))[0] for a, b in pairs]
 
-    return ScoringPlan(tuple(jobs), finish)
+    return _compared(jobs, left, right, scores)
 
 
 def _row(rows_K2: torch.Tensor, size: int) -> torch.Tensor:
@@ -381,21 +380,26 @@ def _fused(
         kinds_3 = torch.stack([dense_E @ other_E, by_words, by_tokens])
         return (kinds_3 * torch.tensor(weights)).sum() / sum(weights)
 
+    return _compared(jobs, left, right, lambda pairs: [score(a.request, b.request) for a, b in pairs])
+
+
+def _compared(
+    jobs: Sequence[Job],
+    left: list[str],
+    right: list[str],
+    compare: Callable[[Sequence[tuple[Side, Side]]], Iterable[torch.Tensor]],
+) -> ScoringPlan:
+    """A plan whose two jobs run each distinct text of a side once, and whose scores compare both texts of each pair."""
+
     def finish(ran: Sequence[Ran]) -> Scores:
-        pairs = [(a[0], b[0]) for a, b in _matched(jobs, ran, left, right)]
-        scores = run_apart(lambda: [score(query, document) for query, document in pairs])
-        return [(one, [query, document]) for one, (query, document) in zip(scores, pairs, strict=True)]
+        of_left, of_right = (
+            dict(zip(job.prompts, map(Side, *one), strict=True)) for job, one in zip(jobs, ran, strict=True)
+        )
+        pairs = [(of_left[a], of_right[b]) for a, b in zip(left, right, strict=True)]
+        scores = run_apart(lambda: compare(pairs)) if pairs else []
+        return [(score, [a.request, b.request]) for score, (a, b) in zip(scores, pairs, strict=True)]
 
     return ScoringPlan(tuple(jobs), finish)
-
-
-def _matched(jobs: Sequence[Job], ran: Sequence[Ran], left: list[str], right: list[str]) -> list[tuple[Any, Any]]:
-    """The request and the result of both texts of each pair, of jobs that ran each distinct text once."""
-    sides = [
-        dict(zip(job.prompts, zip(requests, results, strict=True), strict=True))
-        for job, (requests, results) in zip(jobs, ran, strict=True)
-    ]
-    return [(sides[0][a], sides[1][b]) for a, b in zip(left, right, strict=True)]
 
 
 def _late_interaction(
@@ -414,9 +418,7 @@ def _late_interaction(
     ]
     by_mean = multi_vector is not None and multi_vector.recipe.similarity == "meanmaxsim"
 
-    def finish(ran: Sequence[Ran]) -> Scores:
-        pairs = _matched(jobs, ran, left, right)
-        scores = run_apart(lambda: [maxsim(a[1], b[1]) / (len(a[1]) if by_mean else 1) for a, b in pairs])
-        return [(score, [a[0], b[0]]) for score, (a, b) in zip(scores, pairs, strict=True)]
+    def scores(pairs: Sequence[tuple[Side, Side]]) -> Iterable[torch.Tensor]:
+        return [maxsim(a.result, b.result) / (len(a.result) if by_mean else 1) for a, b in pairs]
 
-    return ScoringPlan(tuple(jobs), finish)
+    return _compared(jobs, left, right, scores)

@@ -7,11 +7,12 @@ import math
 import os
 import platform
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +21,8 @@ T = TypeVar("T")
 _CGROUPS = Path("/sys/fs/cgroup")
 # Seconds that a thread gets to notice that it is to end.
 _END_S = 5.0
+# Seconds after which memory that is kept for the next layer is given back once.
+_KEPT_MEMORY_S = 5.0
 
 
 def set_up_threads(*, root: Path = _CGROUPS) -> None:
@@ -32,7 +35,7 @@ def set_up_threads(*, root: Path = _CGROUPS) -> None:
         torch.set_num_threads(allowed)
 
 
-def run_apart(function: Callable[[], T]) -> T:
+def run_apart(function: Callable[[], T], *, unless: Future[Any] | None = None) -> T:
     """Calls a function in a thread that ends with it, and returns or raises what it does.
 
     Each thread that computes with torch gets a team of OpenMP threads of its own, which lasts as long as it does.
@@ -42,6 +45,10 @@ def run_apart(function: Callable[[], T]) -> T:
     the caller.
 
     What a signal raises in the caller meanwhile, such as a KeyboardInterrupt, ends the function too.
+
+    Args:
+        function: What is called.
+        unless: Where this ends first, the function is ended, and what it raises is raised.
     """
     outcome: Future[T] = Future()
 
@@ -54,7 +61,10 @@ def run_apart(function: Callable[[], T]) -> T:
     thread = threading.Thread(target=call, name="anypool-apart", daemon=True)
     try:
         thread.start()
-        wait([outcome])
+        wait([outcome, *([] if unless is None else [unless])], return_when=FIRST_COMPLETED)
+        if unless is not None and not outcome.done():
+            unless.result()
+            raise RuntimeError("what a function was to run without has come to be")
     except BaseException:
         _end(thread, outcome)
         raise
@@ -128,6 +138,25 @@ def keep_freed_memory() -> bool:
     libc.malloc_trim(0)
     thresholds = libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30) and libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
     return bool(thresholds and libc.mallopt(_M_ARENA_MAX, 1))
+
+
+class KeptMemory:
+    """Freed memory that is kept for the next layer, and given back once in a while, which takes about 20 ms.
+
+    Args:
+        device: Where the model runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_kept = device.type == "cpu" and keep_freed_memory()
+        self._trimmed = time.monotonic()
+
+    def trim(self) -> None:
+        """Gives it back if it is time."""
+        now = time.monotonic()
+        if self._is_kept and now - self._trimmed >= _KEPT_MEMORY_S:
+            self._trimmed = now
+            give_freed_memory_back()
 
 
 def give_freed_memory_back() -> None:

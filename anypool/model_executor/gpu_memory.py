@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from anypool.model_executor.distributed import ranks
+from anypool.model_executor.layers.split import local_kv_heads
 from anypool.model_executor.model_config import ModelConfig
 
 _GIB = 1 << 30
@@ -78,7 +80,8 @@ def plan_memory(
         dtype: Of the activations.
     """
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    slot = 2 * config.num_layers * (config.num_kv_heads or config.num_heads) * config.head_size + config.hidden_size
+    keys = config.num_layers * local_kv_heads(config.num_heads, config.num_kv_heads) * config.head_size
+    slot = 2 * keys + config.hidden_size
     return MemoryPlan(
         total=total,
         limit=int(total * utilization),
@@ -95,9 +98,11 @@ def per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     Around attention there are the residual, the fused projection, the turned queries and keys, and what was attended;
     in the feed-forward block the residual, its norm, gate and up side by side, and their product.
     """
-    heads, groups = config.num_heads * config.head_size, (config.num_kv_heads or config.num_heads) * config.head_size
+    processes = ranks().tp_size
+    heads = config.num_heads * config.head_size // processes
+    groups = local_kv_heads(config.num_heads, config.num_kv_heads) * config.head_size
     attention = config.hidden_size + 3 * heads + 3 * groups
-    feed_forward = 2 * config.hidden_size + 3 * (config.intermediate_size or 4 * config.hidden_size)
+    feed_forward = 2 * config.hidden_size + 3 * (config.intermediate_size or 4 * config.hidden_size) // processes
     return max(attention, feed_forward) * dtype.itemsize
 
 

@@ -1,12 +1,12 @@
-"""Runs a pooling model on packed batches."""
+"""Runs a pooling model on packed batches: what is launched may still run on the device while the next one is packed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,9 +14,11 @@ from anypool.kernels.dispatch import has_triton
 from anypool.kernels.segmented_lora import BASE
 from anypool.kernels.varlen_attention import LARGEST_HEAD
 from anypool.model_executor.cuda_graphs import CudaGraphs
+from anypool.model_executor.distributed import ranks
 from anypool.model_executor.layers.lora import LoRASlots
 from anypool.model_executor.packed_batch import PackedBatch, common_rows
-from anypool.model_executor.transfers import to_host
+from anypool.model_executor.stages import StageLink
+from anypool.model_executor.transfers import ToHost
 from anypool.pooling.methods import Segments
 from anypool.pooling.plan import PoolingPlan
 from anypool.pooling.pooler import ChunkedPooling, DispatchPooler, PooledGroup, SequencePooler, rows_of
@@ -32,7 +34,8 @@ class RunnerOutput:
         others: Results of the same sequences for further plans.
         are_finite: Whether all results of each sequence are.
         padding_tokens: Tokens that filled the batch up to a common number of rows.
-        forward_s, pool_s: Seconds in the backbone and in the poolers. On a GPU the first is the time to launch it.
+        forward_s, pool_s: Seconds in the backbone and in the poolers. On a GPU the first is the time to launch it, and
+            the second lasts until the results are there.
     """
 
     results: list[torch.Tensor]
@@ -41,6 +44,62 @@ class RunnerOutput:
     padding_tokens: int
     forward_s: float
     pool_s: float
+
+
+class Pooled(NamedTuple):
+    """What a pooler made of some sequences of a batch."""
+
+    sequences: Sequence[int]
+    groups: list[PooledGroup]
+
+
+class Launched:
+    """A forward pass whose results are on their way to the host.
+
+    Args:
+        pooled: What all sequences got, then what some of them got for further plans.
+        count: How many results there will be.
+        padding_tokens: As `RunnerOutput` has it.
+        began, forwarded: When it began, and when the backbone had run or was launched, on `perf_counter`'s clock.
+    """
+
+    def __init__(
+        self, pooled: Sequence[Pooled], count: int, padding_tokens: int, began: float, forwarded: float
+    ) -> None:
+        self._pooled, self._count, self._padding_tokens = pooled, count, padding_tokens
+        self._began, self._forwarded = began, forwarded
+        self._values = ToHost([group.values for one in pooled for group in one.groups])
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` returns at once."""
+        return self._values.has_arrived
+
+    def result(self) -> RunnerOutput:
+        """The results, once they are there.
+
+        Raises:
+            Exception: What the device says of a pass that failed after it was launched.
+        """
+        values = iter(self._values.wait())
+        own, *others = [(one.sequences, _by_sequence(one, values)) for one in self._pooled] or [((), [])]
+        further: list[list[torch.Tensor]] = [[] for _ in range(self._count)]
+        for sequences, results in others:
+            for sequence, result in zip(sequences, results, strict=True):
+                further[sequence].append(result)
+        ended = time.perf_counter()
+        are_finite = [
+            all(bool(one.isfinite().all()) for one in (result, *more))
+            for result, more in zip(own[1], further, strict=True)
+        ]
+        return RunnerOutput(
+            results=own[1],
+            others=further,
+            are_finite=are_finite,
+            padding_tokens=self._padding_tokens,
+            forward_s=self._forwarded - self._began,
+            pool_s=ended - self._forwarded,
+        )
 
 
 class PoolingModelRunner:
@@ -52,6 +111,7 @@ class PoolingModelRunner:
         enforce_eager: Whether CUDA graphs are never captured.
         graphs: Captured forward passes, in place of those that are made where the model and the device allow it.
         lora: The adapters of the model, where it takes some.
+        link: To the stages before and behind, where the model is one of several.
     """
 
     def __init__(
@@ -62,19 +122,27 @@ class PoolingModelRunner:
         enforce_eager: bool = False,
         graphs: CudaGraphs | None = None,
         lora: LoRASlots | None = None,
+        link: StageLink | None = None,
     ) -> None:
         self.model = model
+        self.link = link
         self.device = device
         self.lora = lora
         self.graphs = graphs
-        if graphs is None and not enforce_eager and can_capture(model, device):
+        if graphs is None and not enforce_eager and link is None and can_capture(model, device):
             self.graphs = CudaGraphs(self.compute, device)
 
-    @torch.inference_mode()
     def run(
         self, batch: PackedBatch, plans: Sequence[PoolingPlan], further: Sequence[Sequence[PoolingPlan]] = ()
     ) -> RunnerOutput:
-        """Runs whole prompts, or what is left of them after their cached prefixes.
+        """What `launch` gives, once it is there."""
+        return self.launch(batch, plans, further).result()
+
+    @torch.inference_mode()
+    def launch(
+        self, batch: PackedBatch, plans: Sequence[PoolingPlan], further: Sequence[Sequence[PoolingPlan]] = ()
+    ) -> Launched:
+        """Runs whole prompts, or what is left of them after their cached prefixes. Only a CPU has done so on return.
 
         Args:
             batch: The packed sequences, on the host or the model's device.
@@ -83,22 +151,21 @@ class PoolingModelRunner:
         """
         began = time.perf_counter()
         further = further or [()] * len(plans)
-        others: list[list[torch.Tensor]] = [[] for _ in plans]
+        everyone = range(len(plans))
         plan = None if any(further) else self._shared_plan(plans)
         captured = self.graphs.run(batch, plan) if self.graphs is not None and not batch.adapters else None
         forwarded = time.perf_counter()
         if captured is not None and plan is not None:
-            groups = [PooledGroup(tuple(range(len(plans))), captured.values)]
+            pooled = [Pooled(everyone, [PooledGroup(tuple(everyone), captured.values)])]
         else:
             batch = batch.to(self.device)
-            hidden_TD = self._forward(batch) if captured is None else captured.values
+            hidden_TD = self.forward(batch) if captured is None else captured.values
             forwarded = time.perf_counter()
             hidden_TD = _with_cached_rows(hidden_TD, batch)
-            groups = self._pool(hidden_TD, batch.segments, plans, batch.adapters)
-            others = self._pool_again(hidden_TD, batch.segments, further, batch.adapters)
-        results = _to_host(groups, len(plans))
+            pooled = [Pooled(everyone, self._pool(hidden_TD, batch.segments, plans, batch.adapters))]
+            pooled += self._pool_again(hidden_TD, batch.segments, further, batch.adapters)
         padding = self._padding(batch) if captured is None else captured.padding_tokens
-        return _output(results, others, padding, began, forwarded)
+        return Launched(pooled, len(plans), padding, began, forwarded)
 
     def _pool(
         self, hidden_TD: torch.Tensor, segments: Segments, plans: Sequence[PoolingPlan], adapters: Sequence[int]
@@ -125,9 +192,9 @@ class PoolingModelRunner:
         segments: Segments,
         further: Sequence[Sequence[PoolingPlan]],
         adapters: Sequence[int],
-    ) -> list[list[torch.Tensor]]:
+    ) -> list[Pooled]:
         """The results of further plans, of which sequences may have any number."""
-        results: list[list[torch.Tensor]] = [[] for _ in further]
+        pooled = []
         for place in range(max(map(len, further), default=0)):
             indices = [index for index, plans in enumerate(further) if len(plans) > place]
             some = segments.subset(indices)
@@ -137,9 +204,8 @@ class PoolingModelRunner:
                 rows_TD = torch.cat([sequences[index] for index in indices])
             own = [adapters[index] for index in indices] if adapters else ()
             groups = self._pool(rows_TD, some, [further[index][place] for index in indices], own)
-            for index, result in zip(indices, _to_host(groups, len(indices)), strict=True):
-                results[index].append(result)
-        return results
+            pooled.append(Pooled(indices, groups))
+        return pooled
 
     def compute(self, batch: PackedBatch, plan: PoolingPlan | None) -> torch.Tensor:
         """What a graph holds: `[T, D]` hidden states, or the `[N, E]` results that a shared plan makes of them."""
@@ -151,10 +217,12 @@ class PoolingModelRunner:
         pooler: SequencePooler = self.model.pooler.graphable(plan)
         return pooler.results(hidden_TD, batch.segments, plan)
 
-    def free_graphs(self) -> None:
-        """Gives the memory of captured graphs back; they are captured again when they are needed."""
+    def free_memory(self) -> None:
+        """Gives a GPU's memory back that is kept for later; graphs are captured again when they are needed."""
         if self.graphs is not None:
             self.graphs.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _shared_plan(self, plans: Sequence[PoolingPlan]) -> PoolingPlan | None:
         """The plan of all requests, where its pooler can be in a graph."""
@@ -184,8 +252,12 @@ class PoolingModelRunner:
             found.append(pooling)
         return found
 
-    @torch.inference_mode()
     def run_chunk(self, batch: PackedBatch, pooling: Sequence[ChunkedPooling], *, is_last: bool) -> RunnerOutput:
+        """What `launch_chunk` gives, once it is there."""
+        return self.launch_chunk(batch, pooling, is_last=is_last).result()
+
+    @torch.inference_mode()
+    def launch_chunk(self, batch: PackedBatch, pooling: Sequence[ChunkedPooling], *, is_last: bool) -> Launched:
         """Runs the next chunk of a prompt.
 
         Args:
@@ -195,12 +267,12 @@ class PoolingModelRunner:
         """
         began = time.perf_counter()
         batch = batch.to(self.device)
-        hidden_TD = self._forward(batch)
+        hidden_TD = self.forward(batch)
         forwarded = time.perf_counter()
         for one in pooling:
             one.update(hidden_TD, batch.input_ids_T)
-        results = [_to_host([one.result()], 1)[0] for one in pooling] if is_last else []
-        return _output(results[:1], [results[1:]] if is_last else [], self._padding(batch), began, forwarded)
+        pooled = [Pooled([0], [one.result()]) for one in pooling] if is_last else []
+        return Launched(pooled, int(is_last), self._padding(batch), began, forwarded)
 
     @property
     def _fills(self) -> bool:
@@ -218,42 +290,42 @@ class PoolingModelRunner:
         assert sum(lengths) == tokens
         return self.lora.running(batch.adapters, lengths, len(batch.input_ids_T))
 
-    def _forward(self, batch: PackedBatch) -> torch.Tensor:
+    @torch.inference_mode()
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        """`[T, D]` hidden states of a batch on the model's device, after this stage's layers."""
         tokens = batch.input_ids_T.shape[0]
         if self._fills:
             batch = batch.filled()
+        is_last = self.link is None or self.link.is_last
         prefix = batch.attn.prefix
         if prefix is not None:
             prefix.begin()
-        images = {"images": batch.images} if batch.images else {}  # only classes that read images know the argument
+        # Not every class knows these arguments.
+        given: dict[str, Any] = {"images": batch.images} if batch.images else {}
+        if self.link is not None and not self.link.is_first:
+            given["intermediate"] = self.link.receive()
         with self._adapters(batch, tokens):
             hidden_TD: torch.Tensor = self.model(
-                batch.input_ids_T, batch.positions_T, batch.attn, token_type_ids_T=batch.token_type_ids_T, **images
+                batch.input_ids_T, batch.positions_T, batch.attn, token_type_ids_T=batch.token_type_ids_T, **given
             )
         if prefix is not None:
             prefix.end()
-            if batch.keeps_hidden:
+            if batch.keeps_hidden and is_last:
                 prefix.store.write_hidden(prefix.slots_S, hidden_TD.index_select(0, prefix.rows_S))
+        if self.link is not None and not is_last:
+            self.link.send(hidden_TD)
         return hidden_TD[:tokens]
 
 
 def can_capture(model: Any, device: torch.device) -> bool:
     """Whether a model's forward pass fits into a CUDA graph: it asks nothing of the host, and its attention neither."""
-    return device.type == "cuda" and bool(getattr(model, "can_capture", False)) and _has_packed_attention(model)
+    is_alone = ranks().tp_size == 1  # a graph would hold sums over processes, which wait for each other
+    says_so = bool(getattr(model, "can_capture", False))
+    return device.type == "cuda" and is_alone and says_so and _has_packed_attention(model)
 
 
 def _has_packed_attention(model: Any) -> bool:
     return has_triton() and model.config.head_size <= LARGEST_HEAD
-
-
-def _output(
-    results: list[torch.Tensor], others: list[list[torch.Tensor]], padding: int, began: float, forwarded: float
-) -> RunnerOutput:
-    ended = time.perf_counter()
-    are_finite = [
-        all(bool(one.isfinite().all()) for one in (result, *more)) for result, more in zip(results, others, strict=True)
-    ]
-    return RunnerOutput(results, others, are_finite, padding, forwarded - began, ended - forwarded)
 
 
 def cached_rows(batch: PackedBatch, sequence: int) -> torch.Tensor | None:
@@ -276,11 +348,12 @@ def _with_cached_rows(hidden_TD: torch.Tensor, batch: PackedBatch) -> torch.Tens
     return torch.cat([rows for pair in zip(cached, own, strict=True) for rows in pair if rows is not None])
 
 
-def _to_host(groups: Sequence[PooledGroup], count: int) -> list[torch.Tensor]:
-    """Results in the order of the batch's sequences."""
-    results: list[torch.Tensor | None] = [None] * count
-    for group, values in zip(groups, to_host([group.values for group in groups]), strict=True):
-        parts = values.unbind(0) if group.rows is None else values.split(group.rows)
+def _by_sequence(pooled: Pooled, values: Iterator[torch.Tensor]) -> list[torch.Tensor]:
+    """Results in the order of the sequences, given those of each group."""
+    results: list[torch.Tensor | None] = [None] * len(pooled.sequences)
+    for group in pooled.groups:
+        rows = next(values)
+        parts = rows.unbind(0) if group.rows is None else rows.split(group.rows)
         with torch.inference_mode(False):  # so that results can be used where gradients are recorded
             for request, part in zip(group.requests, parts, strict=True):
                 results[request] = part.clone()

@@ -104,6 +104,14 @@ class _Registry:
             raise ConfigError(f"model_cls={model_cls!r} is neither an nn.Module class nor 'package.module:Class'")
         self._own[architecture] = model_cls
 
+    def registered_paths(self) -> dict[str, str]:
+        """What `register_model` was given, as another process can import it.
+
+        Raises:
+            ConfigError: It cannot import a class, since that is part of the program that runs here, or is local.
+        """
+        return {name: own if isinstance(own, str) else _path_of(own) for name, own in self._own.items()}
+
     def get_supported_archs(self) -> list[str]:
         """Names that need nothing of transformers."""
         return sorted({*_NATIVE, *self._own})
@@ -179,6 +187,15 @@ def _backbone_names(architecture: str) -> tuple[str, ...]:
         return ()
     stem = architecture.removesuffix(suffix)
     return tuple(stem + ending for ending in ("ForCausalLM", "LMHeadModel", "Model"))
+
+
+def _path_of(cls: type[nn.Module]) -> str:
+    if cls.__module__ == "__main__" or not cls.__qualname__.isidentifier():
+        raise ConfigError(
+            f"{cls.__qualname__} of {cls.__module__!r} is registered, and the processes that hold a model together "
+            "cannot import it: put the class into a module of its own"
+        )
+    return f"{cls.__module__}:{cls.__name__}"
 
 
 def _import(architecture: str, path: str) -> type[nn.Module]:

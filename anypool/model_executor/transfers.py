@@ -47,16 +47,37 @@ def views_of(staging: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[tor
     return views
 
 
-def to_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """float32 copies on the host, moved in one copy; on a CPU the tensors themselves where they are float32."""
-    if all(value.device.type == "cpu" for value in values):
-        return [value.float() for value in values]
-    flat = values[0].float().flatten() if len(values) == 1 else torch.cat([value.float().flatten() for value in values])
-    host = torch.empty(flat.shape, dtype=torch.float32, pin_memory=True)
-    host.copy_(flat, non_blocking=True)
-    torch.cuda.current_stream(flat.device).synchronize()
-    parts = host.split([value.numel() for value in values])
-    return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
+class ToHost:
+    """float32 copies on the host, on their way in one copy; on a CPU the tensors themselves where they are float32.
+
+    Args:
+        values: On the device. They may be overwritten by what is launched there later.
+    """
+
+    def __init__(self, values: Sequence[torch.Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        if all(value.device.type == "cpu" for value in values):
+            self._parts = [value.float() for value in values]
+            return
+        flats = [value.float().flatten() for value in values]
+        flat = flats[0] if len(flats) == 1 else torch.cat(flats)
+        host = torch.empty(flat.shape, dtype=torch.float32, pin_memory=True)
+        host.copy_(flat, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(flat.device))
+        parts = host.split([value.numel() for value in values])
+        self._parts = [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `wait` returns at once."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> list[torch.Tensor]:
+        """The copies, once they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._parts
 
 
 def _room(tensor: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,13 @@ class PooledGroup:
 
 
 class Pooler(nn.Module, ABC):
-    """Hidden states of the requests of one task -> their results."""
+    """Hidden states of the requests of one task -> their results.
+
+    Attributes:
+        left_out: How many leading tokens of a text never have a result of their own.
+    """
+
+    left_out: ClassVar[int] = 0
 
     @abstractmethod
     def forward(self, hidden_TD: torch.Tensor, segments: Segments, plans: Sequence[PoolingPlan]) -> list[PooledGroup]:

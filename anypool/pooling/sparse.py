@@ -207,6 +207,8 @@ class ProjectedTokenPooler(Pooler):
         linear: Hidden states, float32 -> vectors.
     """
 
+    left_out = 1
+
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.linear = linear
@@ -214,7 +216,7 @@ class ProjectedTokenPooler(Pooler):
     def forward(self, hidden_TD: torch.Tensor, segments: Segments, plans: Sequence[PoolingPlan]) -> list[PooledGroup]:
         groups = []
         for index, (rows_LD, plan) in enumerate(zip(hidden_TD.split(segments.lengths), plans, strict=True)):
-            vectors_LE = self.linear(rows_LD[1:].float())
+            vectors_LE = self.linear(rows_LD[self.left_out :].float())
             if plan.normalize:
                 vectors_LE = nn.functional.normalize(vectors_LE, dim=-1)
             groups.append(PooledGroup((index,), vectors_LE, (len(vectors_LE),)))

@@ -17,7 +17,13 @@ import transformers
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
 
 from anypool import LLM, PoolingParams
-from anypool.errors import CheckpointFormatError, InvalidParameterError, NonFiniteResultError, UnsupportedTaskError
+from anypool.errors import (
+    CheckpointFormatError,
+    InvalidParameterError,
+    InvalidPromptError,
+    NonFiniteResultError,
+    UnsupportedTaskError,
+)
 from anypool.outputs import MultiTaskOutput
 from tests.helpers import (
     HIDDEN,
@@ -125,6 +131,12 @@ def test_each_task_alone_gives_the_same(llm: LLM) -> None:
         assert_close(llm.embed(text, **options)[0].outputs.data, both.embed.data, atol=1e-6)
         assert_close(llm.token_embed(text, **options)[0].outputs.data, both.token_embed.data, atol=1e-6)
         assert_close(llm.sparse_embed(text, **options)[0].outputs.to_dense(), both.sparse_embed.to_dense(), atol=1e-6)
+
+
+def test_a_first_token_alone_has_no_vectors(llm: LLM) -> None:
+    with pytest.raises(InvalidPromptError, match="input 1 has no token vectors"):
+        llm.token_embed([[2, 3], [2]], use_tqdm=False)
+    assert len(llm.embed([[2]], use_tqdm=False)) == 1
 
 
 def test_a_text_is_run_once_for_all_tasks(llm: LLM) -> None:

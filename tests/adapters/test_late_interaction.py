@@ -448,6 +448,8 @@ def test_requests_that_mean_nothing_name_what_is_wrong() -> None:
         ):
             with pytest.raises(InvalidParameterError, match=message):
                 llm.token_embed("cat", params)
+        with pytest.raises(InvalidParameterError, match=r"is_query=True contradicts PoolingParams\(is_query=False\)"):
+            llm.token_embed(["cat"], [PoolingParams(is_query=False)], is_query=True)
         with pytest.raises(InvalidPromptError, match=r"input 1 has no vectors: all of its \d+ tokens are ones that"):
             llm.token_embed(["cat", "..."])
         with pytest.raises(InvalidPromptError, match="reads each text by itself"):

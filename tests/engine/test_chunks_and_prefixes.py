@@ -128,14 +128,15 @@ def test_memory_of_a_long_prompt_does_not_grow_with_its_chunks(checkpoint: Path)
     [prompt] = random_prompts(6, [120])
     with loaded(checkpoint, pooler_config=PoolerConfig(seq_pooling_type="MEAN"), **IN_PARTS) as llm:
         kept: list[int] = []
-        run_chunk = llm.engine._runner.run_chunk
+        runner: Any = llm.engine._executor.runner  # type: ignore[attr-defined]
+        launch_chunk = runner.launch_chunk
 
         def watched(batch: Any, pooling: Any, *, is_last: bool) -> Any:
-            output = run_chunk(batch, pooling, is_last=is_last)
+            launched = launch_chunk(batch, pooling, is_last=is_last)
             kept.append(sum(tensor.numel() for one in pooling for state in one.states for tensor in _tensors(state)))
-            return output
+            return launched
 
-        llm.engine._runner.run_chunk = watched
+        runner.launch_chunk = watched
         vectors(llm, [prompt])
         assert len(kept) == 8
         assert llm.engine.metrics.queue_s.count == 1

@@ -294,7 +294,7 @@ def test_a_full_queue_refuses_only_bounded_requests(engine: Engine, gate: Gate) 
 
 def test_a_request_whose_turn_would_come_too_late_is_refused(gate: Gate, engine: Engine) -> None:
     engine.config = engine.config.replace(max_queued_tokens=10**6, max_queue_s=2.0)
-    engine._tokens_per_s = 1000.0
+    engine._admission.tokens_per_s = 1000.0
     step = engine._scheduler.max_tokens
     running, *bulk = prepare(engine, ids(), *[ids(123)] * (2 * step // 125 + 1))
     engine.submit([running])
@@ -317,13 +317,13 @@ def test_speed_is_that_of_batches_that_left_others_waiting(engine: Engine) -> No
     [lone] = prepare(engine, ids())
     engine.submit([lone])
     lone.future.result(30)
-    assert engine._tokens_per_s == 0
+    assert engine._admission.tokens_per_s == 0
     engine._scheduler.max_seqs = 1
     many = prepare(engine, *[ids()] * 3)
     engine.submit(many)
     for request in many:
         request.future.result(30)
-    assert engine._tokens_per_s > 0
+    assert engine._admission.tokens_per_s > 0
 
 
 def test_cancelled_requests_take_no_room_in_the_queue(engine: Engine, gate: Gate) -> None:

@@ -13,7 +13,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import AutoTokenizer
 
 from anypool import PoolingTask
-from anypool.engine.preparation import PromptOptions
+from anypool.engine.prompt_options import PromptOptions
 from anypool.engine.tokenization import Tokenizer, truncate
 from anypool.errors import CheckpointFormatError, InvalidPromptError
 from anypool.model_executor.weights.repository import Repository

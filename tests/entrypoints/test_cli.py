@@ -18,7 +18,7 @@ import pytest
 
 import anypool
 from anypool.engine.engine import Engine
-from anypool.engine.preparation import PromptOptions
+from anypool.engine.prompt_options import PromptOptions
 from anypool.entrypoints import cli_embed, cli_files, cli_info, cli_scores
 from anypool.entrypoints.cli import build_parser, main
 from anypool.entrypoints.cli_flags import engine_arguments
@@ -65,6 +65,8 @@ ENGINE_FLAGS = {
     "--max-lora-rank",
     "--served-model-name",
     "--chat-template",
+    "--tensor-parallel-size",
+    "--pipeline-parallel-size",
     "--enforce-eager",
     "--use-tqdm-on-load",
     "--no-use-tqdm-on-load",

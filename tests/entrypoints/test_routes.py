@@ -697,6 +697,8 @@ def test_tei_rerank_and_similarity(server: Client, engines: dict[str, Engine]) -
     close(ok(server.post("/similarity", inputs=inputs, parameters={"truncate": True})), scores)
     tei_error(server.post("/rerank", query="a", texts=[]), 400, "Empty")
     tei_error(server.post("/similarity", inputs={"source_sentence": "a"}), 422, "Validation")
+    error = server.post("/similarity", inputs=inputs, parameters={"model": "cross"})
+    assert "name it beside inputs" in tei_error(error, 422, "Validation")
 
 
 def test_tei_errors_have_its_shape_and_status(server: Client) -> None:
@@ -724,6 +726,11 @@ def test_tokenize_and_back(server: Client, minilm: str) -> None:
         "token_strs": reference.convert_ids_to_tokens(ids),
     }
     assert ok(server.post("/tokenize", prompt=TEXTS[0], add_special_tokens=False))["tokens"] == ids[1:-1]
+    for options, kept in (({}, [*ids[:3], ids[-1]]), ({"truncation_side": "left"}, [ids[0], *ids[-3:]])):
+        cut = server.post("/tokenize", prompt=TEXTS[0], truncate_prompt_tokens=4, **options)
+        assert ok(cut)["tokens"] == kept
+        cut = server.post("/tokenize", inputs=[TEXTS[0]], truncate_prompt_tokens=4, **options)
+        assert [token["id"] for token in ok(cut)[0]] == kept
     assert ok(server.post("/detokenize", tokens=ids)) == {"prompt": reference.decode(ids)}
     assert ok(server.post("/decode", ids=[ids, ids[:3]])) == [TEXTS[0], "the cat"]
     assert ok(server.post("/decode", ids=ids, skip_special_tokens=False)) == [reference.decode(ids)]

@@ -50,7 +50,8 @@ def test_a_storm_costs_no_accepted_request_and_leaves_nothing_behind(minilm: str
 
 
 def test_a_poisonous_request_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = engine._runner.run
+    runner = engine._executor.runner  # type: ignore[attr-defined]
+    run = runner.launch
     poison = engine.prepare(["poison"], engine.supported_tasks[0])[0].token_ids[1]
 
     def fail(batch: Any, *more: Any) -> Any:
@@ -58,7 +59,7 @@ def test_a_poisonous_request_fails_alone(engine: Engine, monkeypatch: pytest.Mon
             raise RuntimeError("a kernel failed")
         return run(batch, *more)
 
-    monkeypatch.setattr(engine._runner, "run", fail)
+    monkeypatch.setattr(runner, "launch", fail)
 
     async def call() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app=create_app(engine), raise_app_exceptions=False)

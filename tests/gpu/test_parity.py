@@ -37,7 +37,8 @@ TOLERANCE = 2e-4
 @contextmanager
 def on_gpu(folder: Path, **settings: Any) -> Iterator[LLM]:
     device = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU only where somebody tries these tests out
-    with LLM(folder, device=device, skip_tokenizer_init=True, use_tqdm_on_load=False, **settings) as llm:
+    settings = {"skip_tokenizer_init": True, **settings}
+    with LLM(folder, device=device, use_tqdm_on_load=False, **settings) as llm:
         yield llm
 
 
@@ -203,6 +204,6 @@ def test_a_graph_is_captured_and_used() -> None:
     folder, _ = save_family("bert")
     with on_gpu(folder, pooler_config=MEAN) as llm:
         embeddings(llm, random_ids(120, (9,)))
-        graphs = llm.engine._runner.graphs
+        graphs = llm.engine._executor.runner.graphs
         assert graphs is not None
         assert len(graphs) == 1

@@ -7,7 +7,8 @@ import threading
 import pytest
 import torch
 
-from anypool.adapters.load import load_pooling_model, pick_device, pick_dtype
+from anypool.adapters.load import load_pooling_model
+from anypool.adapters.placement import pick_device, pick_dtype
 from anypool.config import EngineConfig
 from anypool.engine import engine, setup
 from anypool.engine.engine import Engine

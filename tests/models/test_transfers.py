@@ -7,7 +7,7 @@ import torch
 
 from anypool.model_executor.faults import is_out_of_memory, is_sticky
 from anypool.model_executor.packed_batch import PackedBatch
-from anypool.model_executor.transfers import staged, to_device, to_host, views_of
+from anypool.model_executor.transfers import ToHost, staged, to_device, views_of
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -22,7 +22,7 @@ def test_tensors_of_all_dtypes_lie_behind_each_other() -> None:
 def test_nothing_is_copied_where_host_and_device_are_one() -> None:
     tensors = [torch.arange(5), torch.randn(3)]
     assert all(a is b for a, b in zip(to_device(tensors, CPU), tensors, strict=True))
-    assert to_host(tensors)[1] is tensors[1]
+    assert ToHost(tensors).wait()[1] is tensors[1]
 
 
 def test_a_batch_on_the_device_has_all_its_parts_there() -> None:

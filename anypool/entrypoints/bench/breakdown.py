@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from anypool.engine.batch import make_batch
 from anypool.engine.engine import Engine
 from anypool.engine.pieces import Piece
-from anypool.engine.preparation import PromptOptions
+from anypool.engine.prompt_options import PromptOptions
 from anypool.engine.request import Request, leaves
 from anypool.engine.scheduler import Scheduler
 from anypool.model_executor.attention import Attention

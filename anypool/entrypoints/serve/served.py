@@ -19,7 +19,7 @@ from anypool.config import require
 from anypool.engine.async_engine import AsyncEngine
 from anypool.engine.engine import Engine
 from anypool.engine.images import decode_data_url
-from anypool.engine.preparation import PromptOptions
+from anypool.engine.prompt_options import PromptOptions
 from anypool.engine.prompts import ImagePrompt
 from anypool.engine.request import Request
 from anypool.engine.spans import SpannedPrompt

@@ -85,6 +85,16 @@ class PrefixKeys:
         """`[N, blocks]` int32 `block_tables`, filled up to the longest."""
         return pad_sequence(list(self.block_tables), batch_first=True).to(torch.int32)
 
+    def over(self, store: KVStore) -> PrefixKeys:
+        """The same blocks of another process's store, of the same size."""
+        return replace(
+            self,
+            store=store,
+            block_tables=tuple(table.to(store.device) for table in self.block_tables),
+            rows_S=self.rows_S.to(store.device),
+            slots_S=self.slots_S.to(store.device),
+        )
+
     def extended(self, count: int) -> PrefixKeys:
         """With so many sequences behind these that have no prefix and are not stored."""
         no_blocks = torch.empty(0, dtype=torch.int64, device=self.store.device)

@@ -1,9 +1,9 @@
-"""Linear layers: what a product is made of is theirs, how it is computed is exchangeable."""
+"""Linear layers: what a product is made of is theirs, how it is computed and how it is split is exchangeable."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,10 @@ from torch import nn
 
 from anypool.kernels.dispatch import uses_triton
 from anypool.kernels.gated import gated
+from anypool.model_executor.distributed import ranks, sum_over_ranks
 from anypool.model_executor.layers.activation import Activation
 from anypool.model_executor.layers.products import MakeProduct, Product
+from anypool.model_executor.layers.split import Share, Split, all_of, even_share
 
 if TYPE_CHECKING:
     from anypool.model_executor.layers.lora import LinearLoRA
@@ -27,10 +29,18 @@ class Linear(nn.Module):
 
     It is computed by `F.linear` until `pack` puts another way in place.
 
+    Where several processes hold the model, each has some rows of the weight ("column") or some columns ("row") of a
+    layer that is split. Split by rows, it is given a part of the input and sums the products of all processes, before
+    bias, activation and what is added. `in_features` and `out_features` are then what this process multiplies, while
+    `in_size`, `out_size` and `parts` are the checkpoint's.
+
     Args:
         in_features: Size of the input.
         out_features: Size of the output, or the parts.
         bias: Whether there is a bias.
+        split: How it is split; None for a layer that every process holds.
+        rows: Of a layer split by columns, the rows of each part that this process has, or of the whole under "" where
+            there are no parts; by default an equal share.
 
     Attributes:
         products: The ways that `pack` has put in place.
@@ -43,14 +53,32 @@ class Linear(nn.Module):
     is_stored_turned = False
     lora: LinearLoRA | None = None
 
-    def __init__(self, in_features: int, out_features: int | Mapping[str, int], *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Mapping[str, int],
+        *,
+        bias: bool = False,
+        split: Split | None = None,
+        rows: Mapping[str, Share] | None = None,
+    ) -> None:
         super().__init__()
         self.parts: dict[str, int] = dict(out_features) if isinstance(out_features, Mapping) else {}
-        self.in_features = in_features
-        self.out_features = sum(self.parts.values()) if isinstance(out_features, Mapping) else out_features
-        self.weight = nn.Parameter(torch.empty(self.out_features, in_features), requires_grad=False)
+        sizes = out_features if isinstance(out_features, Mapping) else {"": out_features}
+        self.in_size, self.out_size = in_features, sum(sizes.values())
+        self.split = split if ranks().tp_size > 1 else None
+        self.columns = even_share(in_features)[0] if self.split == "row" else range(in_features)
+        self.rows = {part: all_of(size) for part, size in sizes.items()}
+        if self.split == "column":
+            self.rows = dict(rows) if rows else {part: self._equal_share(size) for part, size in sizes.items()}
+        self.in_features = len(self.columns)
+        self.out_features = sum(len(part) for share in self.rows.values() for part in share)
+        self.weight = nn.Parameter(torch.empty(self.out_features, self.in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(self.out_features), requires_grad=False) if bias else None
         self.products: tuple[Product, ...] = ()
+
+    def _equal_share(self, size: int) -> Share:
+        return even_share(size)
 
     def forward(
         self, x: torch.Tensor, *, act: Activation | None = None, add: torch.Tensor | None = None
@@ -65,9 +93,14 @@ class Linear(nn.Module):
     def _product(
         self, x: torch.Tensor, *, act: Activation | None = None, add: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if self.products:
+        if self.split == "row":
+            y = sum_over_ranks(self.products[0](x) if self.products else F.linear(x, self.weight))
+            if self.bias is not None:
+                y += self.bias
+        elif self.products:
             return self.products[0](x, act=act, add=add)
-        y = F.linear(x, self.weight, self.bias)
+        else:
+            y = F.linear(x, self.weight, self.bias)
         if act is not None:
             return act(y)
         return y if add is None else y + add
@@ -78,7 +111,8 @@ class Linear(nn.Module):
         What stays of `weight` has its shape, dtype and device, and one NaN that all its elements share: whoever
         computes with it by mistake cannot miss it.
         """
-        biases = [None] * self.pieces if self.bias is None else self.bias.detach().chunk(self.pieces)
+        bias = None if self.split == "row" else self.bias  # which adds it to the sum
+        biases = [None] * self.pieces if bias is None else bias.detach().chunk(self.pieces)
         self.products = tuple(map(make, self.weight.detach().chunk(self.pieces), biases))
         nothing = self.weight.new_full((1, 1), float("nan")).expand_as(self.weight)
         self.weight = nn.Parameter(nothing, requires_grad=False)
@@ -92,7 +126,8 @@ class Linear(nn.Module):
     def extra_repr(self) -> str:
         parts = f", parts={self.parts}" if self.parts else ""
         ways = f", {type(self.products[0]).__name__}" if self.products else ""
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}{parts}{ways}"
+        split = f", split={self.split}" if self.split else ""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}{parts}{split}{ways}"
 
 
 class GatedLinear(Linear):
@@ -103,16 +138,26 @@ class GatedLinear(Linear):
         out_features: Size of both halves together, or the parts.
         act: On the first half.
         bias: Whether there is a bias.
+        split: "column" for a part of each half, or None.
     """
 
     # Two products that end with the activation and the factor beat one larger product and two passes over its result.
     pieces = 2
 
     def __init__(
-        self, in_features: int, out_features: int | Mapping[str, int], *, act: Activation, bias: bool = False
+        self,
+        in_features: int,
+        out_features: int | Mapping[str, int],
+        *,
+        act: Activation,
+        bias: bool = False,
+        split: Literal["column"] | None = None,
     ) -> None:
-        super().__init__(in_features, out_features, bias=bias)
+        super().__init__(in_features, out_features, bias=bias, split=split)
         self.act = act
+
+    def _equal_share(self, size: int) -> Share:
+        return even_share(size, blocks=1 if self.parts else self.pieces)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         lora = self.lora if self.lora is not None and self.lora.is_active else None

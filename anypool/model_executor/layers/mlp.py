@@ -15,9 +15,13 @@ class GatedMLP(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int, *, act: str, bias: bool = False) -> None:
         super().__init__()
         self.gate_up_proj = GatedLinear(
-            hidden_size, {"gate_proj": intermediate_size, "up_proj": intermediate_size}, bias=bias, act=activation(act)
+            hidden_size,
+            {"gate_proj": intermediate_size, "up_proj": intermediate_size},
+            bias=bias,
+            act=activation(act),
+            split="column",
         )
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, split="row")
 
     def forward(self, x_TD: torch.Tensor, *, add: torch.Tensor | None = None) -> torch.Tensor:
         out_TD: torch.Tensor = self.down_proj(self.gate_up_proj(x_TD), add=add)

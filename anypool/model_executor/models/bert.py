@@ -14,8 +14,10 @@ from anypool.model_executor.layers.embedding import Embedding
 from anypool.model_executor.layers.linear import Linear
 from anypool.model_executor.layers.norm import LayerNorm
 from anypool.model_executor.layers.positions import positions_after_padding
+from anypool.model_executor.layers.split import LocalHeads
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import Backbone, LayerStates, refuse_unused
+from anypool.model_executor.stages import Stages
 from anypool.model_executor.weights.loading import Renames
 
 
@@ -24,7 +26,7 @@ class BertEmbeddings(nn.Module):
 
     def __init__(self, config: ModelConfig, *, position_offset: int = 0) -> None:
         super().__init__()
-        self.word_embeddings = Embedding(config.vocab_size, config.hidden_size)
+        self.word_embeddings = Embedding(config.vocab_size, config.hidden_size, split=True)
         self.position_embeddings = Embedding(config.max_positions + position_offset, config.hidden_size)
         self.token_type_embeddings = (
             Embedding(config.type_vocab_size, config.hidden_size) if config.type_vocab_size else None
@@ -51,9 +53,9 @@ class BertAttention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         size = config.hidden_size
-        self.heads = config.num_heads
-        self.qkv_proj = Linear(size, {"q_proj": size, "k_proj": size, "v_proj": size}, bias=True)
-        self.o_proj = Linear(size, size, bias=True)
+        self.heads = len(LocalHeads.share(config.num_heads, config.num_heads).queries)
+        self.qkv_proj = Linear(size, {"q_proj": size, "k_proj": size, "v_proj": size}, bias=True, split="column")
+        self.o_proj = Linear(size, size, bias=True, split="row")
         self.norm = LayerNorm(size, eps=config.norm_eps)
         self.attend = Attention(scale=config.attention_scale)
 
@@ -72,8 +74,8 @@ class BertLayer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention = BertAttention(config)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=True)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=True)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=True, split="column")
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=True, split="row")
         self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.act = activation(config.hidden_act)
 
@@ -94,6 +96,8 @@ class BertModel(Backbone):
     takes_fewer_keys = True
     gives_layers = True
     mixes_adapters = True
+    stages = Stages("layers", first=("embeddings",))
+    can_split = True
     checkpoint_renames: ClassVar[Renames] = (
         (r"^(bert|roberta)\.", ""),
         (r"\.LayerNorm\.gamma$", ".LayerNorm.weight"),
@@ -127,7 +131,7 @@ class BertModel(Backbone):
         return None
 
     def attention_bias(self, attn: AttentionMetadata) -> torch.Tensor | None:
-        """`[H, M, M]` added to every layer's scores, M the longest sequence; BERT has none."""
+        """`[H, M, M]` added to every layer's scores, of this process's heads, M the longest sequence; BERT has none."""
         return None
 
     def forward(
@@ -141,16 +145,28 @@ class BertModel(Backbone):
         intermediate: torch.Tensor | None = None,
         output_layers: Sequence[int] = (),
     ) -> torch.Tensor:
-        refuse_unused(intermediate=intermediate)
-        if inputs_embeds_TD is None:
-            inputs_embeds_TD = self.embeddings.word_embeddings(input_ids_T)
-        padding = self.position_padding(self.config)
-        if padding is not None:
-            positions_T = positions_after_padding(input_ids_T, positions_T, attn, padding_id=padding)
-        x_TD: torch.Tensor = self.embeddings(inputs_embeds_TD, positions_T, token_type_ids_T)
+        x_TD = intermediate
+        if x_TD is None:
+            x_TD = self._embed(input_ids_T, positions_T, attn, inputs_embeds_TD, token_type_ids_T)
         bias_HMM = self.attention_bias(attn)
         states = LayerStates(output_layers)
         for layer in self.layers:
             states.see(x_TD)
             x_TD = layer(x_TD, attn, bias_HMM)
         return states.result(x_TD)
+
+    def _embed(
+        self,
+        input_ids_T: torch.Tensor | None,
+        positions_T: torch.Tensor,
+        attn: AttentionMetadata,
+        words_TD: torch.Tensor | None,
+        token_type_ids_T: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if words_TD is None:
+            words_TD = self.embeddings.word_embeddings(input_ids_T)
+        padding = self.position_padding(self.config)
+        if padding is not None:
+            positions_T = positions_after_padding(input_ids_T, positions_T, attn, padding_id=padding)
+        x_TD: torch.Tensor = self.embeddings(words_TD, positions_T, token_type_ids_T)
+        return x_TD

@@ -14,8 +14,10 @@ from anypool.model_executor.layers.activation import activation
 from anypool.model_executor.layers.embedding import Embedding
 from anypool.model_executor.layers.linear import Linear
 from anypool.model_executor.layers.norm import LayerNorm
+from anypool.model_executor.layers.split import LocalHeads
 from anypool.model_executor.model_config import DisentangledConfig, ModelConfig
-from anypool.model_executor.models.interfaces import Backbone, LayerStates, refuse_unused
+from anypool.model_executor.models.interfaces import Backbone, LayerStates
+from anypool.model_executor.stages import Stages
 
 # Scores that exist at one time, in elements; there are three such matrices.
 _SCORES = 2 * 1024 * 1024
@@ -27,18 +29,18 @@ class DebertaAttention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         size = config.hidden_size
-        self.heads = config.num_heads
+        self.heads = len(LocalHeads.share(config.num_heads, config.num_heads).queries)
         style = _style(config)
         self.kinds = style.kinds
         self.shared = style.share_key
-        self.qkv_proj = Linear(size, {"q_proj": size, "k_proj": size, "v_proj": size}, bias=True)
+        self.qkv_proj = Linear(size, {"q_proj": size, "k_proj": size, "v_proj": size}, bias=True, split="column")
         if style.span and not self.shared and "c2p" in self.kinds:
-            self.pos_key_proj = Linear(size, size, bias=True)
+            self.pos_key_proj = Linear(size, size, bias=True, split="column")
         if style.span and not self.shared and "p2c" in self.kinds:
-            self.pos_query_proj = Linear(size, size, bias=True)
-        self.o_proj = Linear(size, size, bias=True)
+            self.pos_query_proj = Linear(size, size, bias=True, split="column")
+        self.o_proj = Linear(size, size, bias=True, split="row")
         self.norm = LayerNorm(size, eps=config.norm_eps)
-        self.scale = 1 / math.sqrt(size // self.heads * (1 + len(self.kinds)))
+        self.scale = 1 / math.sqrt(size // config.num_heads * (1 + len(self.kinds)))
 
     def forward(
         self, x_TD: torch.Tensor, attn: AttentionMetadata, positions_RD: torch.Tensor | None, index_MM: torch.Tensor
@@ -86,8 +88,8 @@ class DebertaLayer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention = DebertaAttention(config)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=True)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=True)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=True, split="column")
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=True, split="row")
         self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.act = activation(config.hidden_act)
 
@@ -127,7 +129,7 @@ class DebertaEmbeddings(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         size = config.hidden_size
-        self.word_embeddings = Embedding(config.vocab_size, size)
+        self.word_embeddings = Embedding(config.vocab_size, size, split=True)
         self.position_embeddings = Embedding(config.max_positions, size) if _style(config).absolute else None
         self.token_type_embeddings = Embedding(config.type_vocab_size, size) if config.type_vocab_size else None
         self.norm = LayerNorm(size, eps=config.norm_eps)
@@ -149,6 +151,8 @@ class DebertaV2Model(Backbone):
 
     attn_type = "encoder_only"
     gives_layers = True
+    stages = Stages("layers", first=("embeddings", "conv"))
+    can_split = True
     default_pooling_type = "MEAN"
     checkpoint_renames = (
         (r"^deberta\.", ""),
@@ -195,10 +199,10 @@ class DebertaV2Model(Backbone):
         intermediate: torch.Tensor | None = None,
         output_layers: Sequence[int] = (),
     ) -> torch.Tensor:
-        refuse_unused(intermediate=intermediate)
-        if inputs_embeds_TD is None:
-            inputs_embeds_TD = self.embeddings.word_embeddings(input_ids_T)
-        x_TD: torch.Tensor = self.embeddings(inputs_embeds_TD, positions_T, token_type_ids_T)
+        x_TD = intermediate
+        if x_TD is None:
+            words_TD = self.embeddings.word_embeddings(input_ids_T) if inputs_embeds_TD is None else inputs_embeds_TD
+            x_TD = self.embeddings(words_TD, positions_T, token_type_ids_T)
         relative_RD = self.rel_embeddings.weight if self.rel_embeddings is not None else None
         if relative_RD is not None and self.rel_norm is not None:
             relative_RD = self.rel_norm(relative_RD)
@@ -208,7 +212,7 @@ class DebertaV2Model(Backbone):
         for i, layer in enumerate(self.layers):
             states.see(x_TD)
             x_TD = layer(x_TD, attn, relative_RD, index_MM)
-            if i == 0 and self.conv is not None:
+            if i == 0 and self.conv is not None and intermediate is None:
                 x_TD = self.conv(embedded_TD, x_TD, attn)
         return states.result(x_TD)
 

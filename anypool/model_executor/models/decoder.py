@@ -18,8 +18,10 @@ from anypool.model_executor.layers.linear import Linear
 from anypool.model_executor.layers.mlp import GatedMLP
 from anypool.model_executor.layers.norm import RMSNorm
 from anypool.model_executor.layers.rotary import Rotary, apply_rotary
+from anypool.model_executor.layers.split import LocalHeads
 from anypool.model_executor.model_config import SLIDING, ModelConfig
 from anypool.model_executor.models.interfaces import Backbone, LayerStates, refuse_unused
+from anypool.model_executor.stages import Stages
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 
@@ -51,14 +53,19 @@ class DecoderAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, style: DecoderStyle, kind: str) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_size = config.num_heads, config.num_kv_heads, config.head_size
-        q_size, kv_size = self.heads * self.head_size, self.kv_heads * self.head_size
+        self.head_size = config.head_size
+        q_size, kv_size = config.num_heads * self.head_size, config.num_kv_heads * self.head_size
+        local = LocalHeads.share(config.num_heads, config.num_kv_heads)
+        self.heads, self.kv_heads = len(local.queries), len(local.keys)
+        key_rows = local.key_rows(self.head_size)
         self.qkv_proj = Linear(
             config.hidden_size,
             {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
             bias=config.attention_bias,
+            split="column",
+            rows={"q_proj": local.query_rows(self.head_size), "k_proj": key_rows, "v_proj": key_rows},
         )
-        self.o_proj = Linear(q_size, config.hidden_size, bias=config.attention_bias and style.output_bias)
+        self.o_proj = Linear(q_size, config.hidden_size, bias=config.attention_bias and style.output_bias, split="row")
         if style.qk_norm:
             self.q_norm = style.norm(self.head_size, config)
             self.k_norm = style.norm(self.head_size, config)
@@ -118,7 +125,7 @@ class DecoderModel(nn.Module):
 
     def __init__(self, config: ModelConfig, style: DecoderStyle) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, split=True)
         self.embed_scale = config.hidden_size**0.5 if style.scale_embedding else None
         self.layer_types = config.layer_types
         self.layers = nn.ModuleList(DecoderLayer(config, style, kind) for kind in config.layer_types)
@@ -154,6 +161,8 @@ class DecoderForCausalLM(Backbone):
     takes_fewer_keys = True
     gives_layers = True
     mixes_adapters = True
+    can_split = True
+    stages = Stages("model.layers", first=("model.embed_tokens",), last=("model.norm",))
     style: ClassVar[DecoderStyle] = DecoderStyle()
     ignored_checkpoint_names = (r"rotary_emb\.inv_freq$",)
 
@@ -180,17 +189,18 @@ class DecoderForCausalLM(Backbone):
         intermediate: torch.Tensor | None = None,
         output_layers: Sequence[int] = (),
     ) -> torch.Tensor:
-        refuse_unused(token_type_ids_T=token_type_ids_T, intermediate=intermediate)
-        if inputs_embeds_TD is None:
+        refuse_unused(token_type_ids_T=token_type_ids_T)
+        x_TD = inputs_embeds_TD if intermediate is None else intermediate
+        if x_TD is None:
             assert input_ids_T is not None
-            inputs_embeds_TD = self.model.embed(input_ids_T)
-        hidden_TD: torch.Tensor = self.model(inputs_embeds_TD, positions_T, attn, output_layers=output_layers)
+            x_TD = self.model.embed(input_ids_T)
+        hidden_TD: torch.Tensor = self.model(x_TD, positions_T, attn, output_layers=output_layers)
         return hidden_TD
 
     def compute_logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """`[T, V]` logits of the next token."""
         logits_TV: torch.Tensor = (
-            F.linear(hidden_TD, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden_TD)
+            F.linear(hidden_TD, self.model.embed_tokens.table()) if self.lm_head is None else self.lm_head(hidden_TD)
         )
         cap = self.config.final_softcap
         return logits_TV if cap is None else cap * torch.tanh(logits_TV / cap)

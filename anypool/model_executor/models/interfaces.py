@@ -11,6 +11,7 @@ from torch import nn
 
 from anypool.model_executor.attention import AttentionMetadata
 from anypool.model_executor.model_config import ModelConfig
+from anypool.model_executor.stages import Stages
 from anypool.model_executor.weights.checkpoint import Checkpoint
 from anypool.model_executor.weights.loading import Renames, load_weights, materialize
 
@@ -30,6 +31,10 @@ class Backbone(nn.Module):
         gives_layers: Whether `forward` takes `output_layers`.
         mixes_adapters: Whether the texts of a batch may have different LoRA adapters: every linear layer sees the
             packed rows of the batch, in their order. Where nobody says so, a batch has one adapter.
+        can_split: Whether several processes may hold a model together: its layers say how they are split, and its
+            attention computes the heads of this process (`layers.split`).
+        stages: How `forward` may be cut into pipeline stages: given `intermediate`, it begins with the layers. None for
+            classes that cannot be cut.
         image_input: How images come into a prompt, for classes whose `forward` takes `images`, one entry per sequence:
             "tower" for an image in place of a text, "page" for an image with a text of the model's own around it,
             "inline" for images anywhere in a text. None for classes that read text alone.
@@ -53,6 +58,8 @@ class Backbone(nn.Module):
     has_attention_bias: ClassVar[bool] = False
     gives_layers: ClassVar[bool] = False
     mixes_adapters: ClassVar[bool] = False
+    can_split: ClassVar[bool] = False
+    stages: ClassVar[Stages | None] = None
     image_input: ClassVar[Literal["tower", "page", "inline"] | None] = None
 
     takes_prefix: bool = False
@@ -80,7 +87,7 @@ class Backbone(nn.Module):
             attn: The sequences.
             inputs_embeds_TD: `[T, D]` embeddings in place of the ids.
             token_type_ids_T: `[T]` segment ids, for encoders that have them.
-            intermediate: Hidden states of the stage before, in a pipeline.
+            intermediate: `[T, D]` hidden states of the stage before, in a pipeline: they take the place of embeddings.
             output_layers: Layers whose hidden states are wanted in place of the last ones, in rising order: 0 is what
                 the first layer takes, and the last is after the final norm.
 
@@ -143,6 +150,7 @@ def load_backbone(
     device: torch.device,
     dtype: torch.dtype,
     claimed: frozenset[str] = frozenset(),
+    elsewhere: frozenset[str] = frozenset(),
     progress: bool = False,
 ) -> None:
     """Allocates a backbone built on the meta device and fills it. The LM head is neither allocated nor read.
@@ -153,6 +161,7 @@ def load_backbone(
         name: Of the model, for messages.
         device, dtype: Where and in what it runs.
         claimed: Tensors that a head has read already.
+        elsewhere: Slots of tensors that other stages read.
         progress: Whether a bar is shown.
     """
     waiting = materialize(model, device=device, dtype=dtype)
@@ -168,6 +177,7 @@ def load_backbone(
             *(f"^{re.escape(tensor)}$" for tensor in claimed),
         ),
         only=waiting,
+        elsewhere=elsewhere,
         progress=progress,
     )
 

@@ -14,8 +14,10 @@ from anypool.model_executor.layers.embedding import Embedding
 from anypool.model_executor.layers.linear import GatedLinear, Linear
 from anypool.model_executor.layers.norm import LayerNorm
 from anypool.model_executor.layers.rotary import Rotary, apply_rotary
+from anypool.model_executor.layers.split import LocalHeads, even_share
 from anypool.model_executor.model_config import SLIDING, ModelConfig
 from anypool.model_executor.models.interfaces import Backbone, LayerStates, refuse_unused
+from anypool.model_executor.stages import Stages
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 
@@ -29,9 +31,16 @@ class ModernBertAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, kind: str) -> None:
         super().__init__()
-        self.heads = config.num_heads
-        self.Wqkv = Linear(config.hidden_size, 3 * config.hidden_size, bias=config.attention_bias)
-        self.Wo = Linear(config.hidden_size, config.hidden_size, bias=config.attention_bias)
+        size = config.hidden_size
+        self.heads = len(LocalHeads.share(config.num_heads, config.num_heads).queries)
+        self.Wqkv = Linear(
+            size,
+            3 * size,
+            bias=config.attention_bias,
+            split="column",
+            rows={"": even_share(3 * size, blocks=3)},
+        )
+        self.Wo = Linear(size, size, bias=config.attention_bias, split="row")
         self.attend = Attention(
             scale=config.attention_scale,
             window=window_of(causal=False, sliding=config.sliding_window if kind == SLIDING else None),
@@ -52,8 +61,10 @@ class ModernBertMLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         act = activation(config.hidden_act)
-        self.Wi = GatedLinear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias, act=act)
-        self.Wo = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.Wi = GatedLinear(
+            config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias, act=act, split="column"
+        )
+        self.Wo = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias, split="row")
 
     def forward(self, x_TD: torch.Tensor, *, add: torch.Tensor) -> torch.Tensor:
         out_TD: torch.Tensor = self.Wo(self.Wi(x_TD), add=add)
@@ -81,7 +92,7 @@ class ModernBertEmbeddings(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.tok_embeddings = Embedding(config.vocab_size, config.hidden_size)
+        self.tok_embeddings = Embedding(config.vocab_size, config.hidden_size, split=True)
         self.norm = _norm(config)
 
 
@@ -93,6 +104,8 @@ class ModernBertModel(Backbone):
     takes_fewer_keys = True
     gives_layers = True
     mixes_adapters = True
+    stages = Stages("layers", first=("embeddings",), last=("final_norm",))
+    can_split = True
     checkpoint_renames = ((r"^model\.", ""),)
     ignored_checkpoint_names = (r"^head\.", r"^decoder\.")
 
@@ -118,10 +131,11 @@ class ModernBertModel(Backbone):
         intermediate: torch.Tensor | None = None,
         output_layers: Sequence[int] = (),
     ) -> torch.Tensor:
-        refuse_unused(token_type_ids_T=token_type_ids_T, intermediate=intermediate)
-        if inputs_embeds_TD is None:
-            inputs_embeds_TD = self.embeddings.tok_embeddings(input_ids_T)
-        x_TD: torch.Tensor = self.embeddings.norm(inputs_embeds_TD)
+        refuse_unused(token_type_ids_T=token_type_ids_T)
+        x_TD = intermediate
+        if x_TD is None:
+            words_TD = self.embeddings.tok_embeddings(input_ids_T) if inputs_embeds_TD is None else inputs_embeds_TD
+            x_TD = self.embeddings.norm(words_TD)
         rotary = {kind: turn(positions_T, attn, x_TD.dtype) for kind, turn in self.rotary.items()}
         states = LayerStates(output_layers)
         for kind, layer in zip(self.config.layer_types, self.layers, strict=True):

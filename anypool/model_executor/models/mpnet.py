@@ -8,6 +8,7 @@ import torch
 
 from anypool.model_executor.attention import AttentionMetadata
 from anypool.model_executor.layers.embedding import Embedding
+from anypool.model_executor.layers.split import LocalHeads
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.bert import BertModel
 
@@ -37,6 +38,7 @@ class MPNetModel(BertModel):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.relative_attention_bias = Embedding(config.relative_buckets, config.num_heads)
+        self.local_heads = LocalHeads.share(config.num_heads, config.num_heads).queries
 
     @staticmethod
     def position_padding(config: ModelConfig) -> int | None:
@@ -46,7 +48,7 @@ class MPNetModel(BertModel):
         weight = self.relative_attention_bias.weight
         position_M = torch.arange(attn.max_length, device=weight.device)
         bias_MMH: torch.Tensor = self.relative_attention_bias(_bucket(position_M[None, :] - position_M[:, None]))
-        return bias_MMH.permute(2, 0, 1)
+        return bias_MMH[:, :, self.local_heads.start : self.local_heads.stop].permute(2, 0, 1)
 
 
 def _bucket(ahead_MM: torch.Tensor) -> torch.Tensor:

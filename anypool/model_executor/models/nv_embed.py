@@ -16,6 +16,7 @@ from anypool.model_executor.layers.norm import LayerNorm
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import refuse_unused
 from anypool.model_executor.models.mistral import MistralForCausalLM
+from anypool.model_executor.stages import Stages
 
 # Where config.json is silent.
 _SIZES = {
@@ -69,6 +70,7 @@ class NVEmbedModel(MistralForCausalLM):
 
     gives_layers = False
     mixes_adapters = False  # keys and values of the latents are no rows of the batch
+    stages = Stages("model.layers", first=("model.embed_tokens",), last=("model.norm", "cross", "feed"))
     checkpoint_renames = (
         (r"^embedding_model\.", "model."),
         (r"^latent_attention_model\.latents$", "latents"),

@@ -8,7 +8,7 @@ without the `model.` prefix that separates `XForCausalLM` checkpoints from bare 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,9 @@ from torch import nn
 from tqdm import tqdm
 
 from anypool.errors import WeightsError
+from anypool.model_executor.layers.embedding import Embedding
 from anypool.model_executor.layers.linear import Linear
+from anypool.model_executor.layers.split import Share, all_of
 from anypool.model_executor.weights.checkpoint import Checkpoint
 
 _WEIGHT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -26,11 +28,21 @@ Renames = Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
 
 @dataclass(frozen=True)
 class Slot:
-    """A place for one checkpoint tensor: rows `start:start + size` of a parameter."""
+    """A place for one checkpoint tensor: some rows of a parameter, or of the share of it that this process holds.
+
+    Attributes:
+        parameter: Where it goes.
+        start: The first row there.
+        shape: Of the tensor.
+        rows: Rows of the tensor that are taken; None for all.
+        columns: The same of its second dimension.
+    """
 
     parameter: nn.Parameter
     start: int
     shape: tuple[int, ...]
+    rows: Share | None = None
+    columns: range | None = None
 
     def fill(self, tensor: torch.Tensor, *, stored: str, name: str) -> None:
         """Copies a tensor here, or raises a `WeightsError` where its shape or kind does not fit."""
@@ -44,8 +56,14 @@ class Slot:
             raise WeightsError(
                 f"{name}: tensor {stored!r} has shape {list(tensor.shape)}, the model expects {list(self.shape)}"
             )
+        # A tensor of a file that is mapped is read where it is copied: what other processes hold, they read.
+        if self.columns is not None:
+            tensor = tensor[:, self.columns.start : self.columns.stop]
+        start = self.start
         with torch.no_grad():
-            self.parameter[self.start : self.start + self.shape[0]].copy_(tensor)
+            for rows in all_of(self.shape[0]) if self.rows is None else self.rows:
+                self.parameter[start : start + len(rows)].copy_(tensor[rows.start : rows.stop])
+                start += len(rows)
 
 
 def materialize(model: nn.Module, *, device: torch.device, dtype: torch.dtype) -> set[str]:
@@ -72,18 +90,29 @@ def slots_of(model: nn.Module, *, only: set[str] | None = None) -> dict[str, Slo
     slots: dict[str, Slot] = {}
     for prefix, module in model.named_modules():
         base = f"{prefix}." if prefix else ""
-        parts = module.parts if isinstance(module, Linear) else {}
+        parent = base[: -len(prefix.rsplit(".", 1)[-1]) - 1]
         for name, parameter in module.named_parameters(recurse=False):
             if only is not None and base + name not in only:
                 continue
-            if not parts:
+            if isinstance(module, Linear):
+                for part, slot in _linear_slots(module, parameter):
+                    slots[f"{parent}{part}.{name}" if part else base + name] = slot
+            elif isinstance(module, Embedding):
+                shape = (module.num_rows, *parameter.shape[1:])
+                slots[base + name] = Slot(parameter, 0, shape, rows=(module.rows,))
+            else:
                 slots[base + name] = Slot(parameter, 0, tuple(parameter.shape))
-                continue
-            start, parent = 0, base[: -len(prefix.rsplit(".", 1)[-1]) - 1]
-            for part, size in parts.items():
-                slots[f"{parent}{part}.{name}"] = Slot(parameter, start, (size, *parameter.shape[1:]))
-                start += size
     return slots
+
+
+def _linear_slots(linear: Linear, parameter: nn.Parameter) -> Iterator[tuple[str, Slot]]:
+    """The slot of each part of a layer's weight or bias; of the whole under "" where it has no parts."""
+    is_weight, start = parameter.dim() == 2, 0
+    for part, rows in linear.rows.items():
+        size = linear.parts[part] if part else linear.out_size
+        shape = (size, linear.in_size) if is_weight else (size,)
+        yield part, Slot(parameter, start, shape, rows, linear.columns if is_weight else None)
+        start += sum(map(len, rows))
 
 
 def load_weights(
@@ -95,6 +124,7 @@ def load_weights(
     ignored: Iterable[str] = (),
     prefixes: Sequence[str] = ("", "model."),
     only: set[str] | None = None,
+    elsewhere: frozenset[str] = frozenset(),
     progress: bool = False,
 ) -> None:
     """Fills a materialised model.
@@ -107,13 +137,16 @@ def load_weights(
         ignored: Regular expressions of checkpoint names that this model has no use for, such as the LM head.
         prefixes: What may stand before a checkpoint name to make it a name of this model.
         only: Parameters to fill; None for all.
+        elsewhere: Slots that the model has no parameters for here, since other processes fill them.
         progress: Whether a bar is shown.
 
     Raises:
         WeightsError: Tensors are missing, left over, given twice or of a wrong shape.
     """
     slots = slots_of(model, only=only)
-    targets, unused = _match(checkpoint.names(), slots, renames, prefixes, [re.compile(p) for p in ignored])
+    places = {**dict.fromkeys(elsewhere), **slots}
+    targets, unused = _match(checkpoint.names(), places, renames, prefixes, [re.compile(p) for p in ignored])
+    targets = {stored: slot for stored, slot in targets.items() if slot in slots}
     missing = sorted(set(slots) - set(targets.values()))
     if missing or unused:
         raise WeightsError(_complaint(name, missing, unused))
@@ -127,7 +160,7 @@ def load_weights(
 
 def _match(
     names: list[str],
-    slots: dict[str, Slot],
+    slots: Collection[str],
     renames: Renames,
     prefixes: Sequence[str],
     ignored: list[re.Pattern[str]],

@@ -38,13 +38,16 @@ class Repository:
     base: Repository | None = None
 
     @classmethod
-    def open(cls, model: str, *, revision: str | None = None, cache_dir: str | None = None) -> Repository:
+    def open(
+        cls, model: str, *, revision: str | None = None, cache_dir: str | None = None, weights: bool = True
+    ) -> Repository:
         """Finds a checkpoint, and fetches it where `model` is a hub id.
 
         Args:
             model: A folder, a `.gguf` file or a hub id such as `org/name`.
             revision: Branch, tag or commit of a hub repository.
             cache_dir: Where downloads are kept.
+            weights: Whether the weights are fetched, too.
 
         Raises:
             ModelNotFoundError: There is no such folder, file or repository, or it cannot be reached.
@@ -58,7 +61,7 @@ class Repository:
             raise ModelNotFoundError(f"{model} is a file; give the checkpoint's folder, or a .gguf file")
         if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1 or path.suffix == ".gguf":
             raise ModelNotFoundError(f"{model}: no such folder or .gguf file")
-        return cls(model, _download(model, revision, cache_dir))
+        return cls(model, _download(model, revision, cache_dir, weights))
 
     def subfolder(self, path: str) -> Repository:
         """The checkpoint in a folder of this one; "" is this one."""
@@ -118,7 +121,7 @@ def _object_or_float(value: dict[str, Any]) -> Any:
     return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
-def _download(model: str, revision: str | None, cache_dir: str | None) -> Path:
+def _download(model: str, revision: str | None, cache_dir: str | None, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -126,6 +129,8 @@ def _download(model: str, revision: str | None, cache_dir: str | None) -> Path:
         return Path(snapshot_download(model, revision=revision, cache_dir=cache_dir, allow_patterns=list(patterns)))
 
     try:
+        if not weights:
+            return fetch(*_SMALL_FILES)
         folder = fetch(*_SMALL_FILES, "*.safetensors")
         if not any(folder.glob("*.safetensors")):
             folder = fetch("*.bin")

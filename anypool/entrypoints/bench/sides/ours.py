@@ -41,7 +41,7 @@ class Ours(Side):
 
     def facts(self) -> dict[str, Any]:
         """The longest prompt in tokens, whether attention is causal, and what is put before each text."""
-        from anypool.engine.preparation import PromptOptions
+        from anypool.engine.prompt_options import PromptOptions
         from anypool.model_executor.models.interfaces import is_encoder_model
 
         engine = self.llm.engine
@@ -54,7 +54,7 @@ class Ours(Side):
     def count(self, *, file: str) -> dict[str, Any]:
         """The tokens of the texts in a file, as they are run."""
         from anypool import PoolingTask
-        from anypool.engine.preparation import PromptOptions
+        from anypool.engine.prompt_options import PromptOptions
 
         texts = json.loads(Path(file).read_text(encoding="utf-8"))
         requests = self.llm.engine.prepare(texts, PoolingTask.EMBED, options=PromptOptions(truncate_prompt_tokens=-1))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from starlette.responses import Response
 
+from anypool.engine.prompt_options import PromptOptions
 from anypool.engine.tokenization import Token
 from anypool.entrypoints.serve.call import Call, Work, has
 from anypool.entrypoints.serve.encoding import Stamp, json_answer
@@ -35,7 +36,8 @@ def tokenize(asked: TokenizeRequest, model: ServedModel) -> Work:
     [text] = [asked.prompt] if asked.prompt is not None else model.render(asked)
     assert isinstance(text, str)  # the schema takes no images
     _check_size(len(text), "characters", "prompt" if asked.messages is None else "messages")
-    tokens = model.tokenizer.tokens(text, special_tokens=asked.gets_special_tokens)
+    options = asked.prompt_options(model.prompts, in_windows=model.in_windows)
+    tokens = _tokens(text, model, options, special_tokens=asked.gets_special_tokens)
     body: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": model.engine.max_model_len,
@@ -53,10 +55,16 @@ def tokenize_inputs(asked: TEITokenizeRequest, model: ServedModel) -> Work:
     _check_size(sum(len(prefix) + len(text) for text in asked.inputs), "characters", "inputs")
     return _answered(
         [
-            [_place(token) for token in model.tokenizer.tokens(prefix + text, special_tokens=asked.add_special_tokens)]
+            [_place(token) for token in _tokens(prefix + text, model, options, special_tokens=asked.add_special_tokens)]
             for text in asked.inputs
         ]
     )
+
+
+def _tokens(text: str, model: ServedModel, options: PromptOptions, *, special_tokens: bool) -> list[Token]:
+    """The tokens of a text that are left where the options cut it."""
+    tokens = model.tokenizer.tokens(text, special_tokens=special_tokens)
+    return [tokens[place] for place in model.engine.kept_places([token.id for token in tokens], options)]
 
 
 def _place(token: Token) -> dict[str, Any]:

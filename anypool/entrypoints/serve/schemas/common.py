@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, WithJsonSchema
 
-from anypool.engine.preparation import PromptOptions
+from anypool.engine.prompt_options import PromptOptions
 from anypool.entrypoints.serve.prompt_names import NamedPrompts
 from anypool.errors import InvalidParameterError, InvalidPromptError
 from anypool.pooling.params import PoolingParams

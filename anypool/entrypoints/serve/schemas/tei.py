@@ -15,7 +15,7 @@ from anypool.entrypoints.serve.schemas.common import (
     check_count,
     kind_of,
 )
-from anypool.errors import InvalidPromptError
+from anypool.errors import InvalidParameterError, InvalidPromptError
 from anypool.pooling.params import PoolingParams
 
 
@@ -139,6 +139,11 @@ class SimilarityRequest(CommonFields):
     def model_post_init(self, context: Any) -> None:
         if not self.inputs.sentences:
             raise EmptyInputError("inputs.sentences is empty", param="inputs")
+        if self.parameters is not None and self.parameters.model not in (None, self.model):
+            raise InvalidParameterError(
+                f"parameters has the model {self.parameters.model!r}: name it beside inputs and parameters",
+                param="parameters",
+            )
 
 
 class Vectors(RootModel[list[list[float]]]):

@@ -80,6 +80,17 @@ def load_module(
     raise errors[0]
 
 
+def build_without_weights(config: ModelConfig, repository: Repository) -> Any:
+    """What `load_module` loads, on the meta device: without weights and memory. Errors as there."""
+    try:
+        hf_config = _hf_config(config, repository)
+        source = _source(config, hf_config)
+        with torch.device("meta"):
+            return source.part(source.cls.from_config(hf_config, trust_remote_code=config.trust_remote_code))
+    except Exception as error:  # transformers and the modules it builds raise whatever they meet
+        raise refusal(config, _raised(error)) from error
+
+
 def _load(
     config: ModelConfig,
     hf_config: Any,

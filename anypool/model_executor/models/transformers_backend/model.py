@@ -12,6 +12,7 @@ from torch import nn
 
 from anypool.errors import UnsupportedArchitectureError
 from anypool.model_executor.attention import AttentionMetadata
+from anypool.model_executor.distributed import ranks
 from anypool.model_executor.layers.positions import positions_after_padding
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import Backbone, refuse_unused
@@ -19,6 +20,7 @@ from anypool.model_executor.models.transformers_backend.attention import packed_
 from anypool.model_executor.models.transformers_backend.lengths import LengthRules
 from anypool.model_executor.models.transformers_backend.loading import load_module, path_in
 from anypool.model_executor.models.transformers_backend.probe import choose_way, exchange_linears, runs_in_chunks
+from anypool.model_executor.models.transformers_backend.splitting import split_module
 from anypool.model_executor.models.transformers_backend.ways import Way, groups, mask_of, pad
 from anypool.model_executor.packed_batch import PackedBatch
 from anypool.model_executor.weights.repository import Repository
@@ -42,6 +44,7 @@ class TransformersModel(Backbone):
 
     attn_type: ClassVar[Literal["decoder", "encoder_only"]] = "encoder_only"
     default_pooling_type = "MEAN"
+    can_split = True
 
     way: Way = Way.PACKED
     rejected: tuple[str, ...] = ()
@@ -88,6 +91,8 @@ class TransformersModel(Backbone):
         self.fills_batches = self.way is Way.PACKED
         if self.way is not Way.PACKED:
             logger.warning("%s runs in %s: %s", self.config.name, self.way.label, "; ".join(self.rejected))
+        if ranks().tp_size > 1:
+            split_module(self, probed)
         if not exchange_linears(self, probed):
             logger.info("%s keeps transformers' linear layers", self.config.name)
 
@@ -224,6 +229,8 @@ class TransformersForConditionalGeneration(TransformersForCausalLM):
     Text runs through `model`, the language model. `whole` is what it is a part of: `VisionLanguageModel` runs prompts
     with images through that.
     """
+
+    can_split = False
 
     def text_module(self, whole: Any) -> Any:
         self.whole = [whole]  # in a list, so that its parameters are counted once

@@ -103,12 +103,17 @@ def exchange_linears(backbone: TransformersModel, probed: Probed) -> bool:
     Returns:
         Whether they are in.
     """
-    batch = PackedBatch.pack(probed.texts, device=probed.states_TD.device)
     restore = replace_linears(backbone.model)
-    problem, _ = _problem(backbone, batch, probed.states_TD)
-    if problem is not None:
+    is_alike = differs_from(backbone, probed) is None
+    if not is_alike:
         restore()
-    return problem is None
+    return is_alike
+
+
+@torch.inference_mode()
+def differs_from(backbone: TransformersModel, probed: Probed) -> str | None:
+    """How the module, which was changed, differs from what was probed; None where it does not."""
+    return _problem(backbone, PackedBatch.pack(probed.texts, device=probed.states_TD.device), probed.states_TD)[0]
 
 
 def _alone(backbone: TransformersModel, device: torch.device) -> tuple[list[list[int]], list[torch.Tensor]]:
