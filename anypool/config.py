@@ -231,10 +231,6 @@ class LoRARequest:
         )
 
 
-# Arguments that users of vLLM pass and that have only their neutral value here.
-_NOT_YET: Mapping[str, Any] = {
-    "data_parallel_size": 1,
-}
 # Arguments of vLLM that change no result here, and are accepted so that its users' code runs.
 _HARMLESS = ("disable_log_stats", "seed", "swap_space")
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
@@ -313,6 +309,9 @@ class EngineConfig:
     chat_template: str | None = _setting(None, "Jinja template of a reranker's prompt, as text or a file's name")
     tensor_parallel_size: int = _setting(1, "processes that hold each layer together")
     pipeline_parallel_size: int = _setting(1, "stages that the layers are cut into, of as many processes each")
+    data_parallel_size: int = _setting(
+        1, "replicas: processes with an engine each, on CPU cores or GPUs of their own, behind one queue"
+    )
     enforce_eager: bool = _setting(False, "never capture CUDA graphs")
     use_tqdm_on_load: bool = _setting(True, "show a progress bar while weights load")
 
@@ -344,7 +343,7 @@ class EngineConfig:
         )
         _check_loras(self)
         sizes = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "max_queued_tokens", "block_size")
-        others = ("tensor_parallel_size", "pipeline_parallel_size", "max_loras", "max_lora_rank")
+        others = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "max_loras", "max_lora_rank")
         for name in (*sizes, *others):
             value = getattr(self, name)
             require(
@@ -389,13 +388,6 @@ class EngineConfig:
         if "dtype" in values:  # torch.float32 and vLLM's short names
             dtype = str(values["dtype"]).removeprefix("torch.")
             values["dtype"] = _DTYPE_NAMES.get(dtype, dtype)
-        for name, neutral in _NOT_YET.items():
-            if name in values:
-                given = values.pop(name)
-                require(
-                    given in (None, neutral),
-                    f"{name}={given!r} is not supported by this version; leave it at {neutral!r}",
-                )
         if "override_pooler_config" in values:
             warnings.warn("override_pooler_config= is old: use pooler_config=", DeprecationWarning, stacklevel=3)
             old = values.pop("override_pooler_config")
@@ -433,6 +425,11 @@ def _check_loras(config: EngineConfig) -> None:
             f"{name}={size!r}: LoRA adapters need a whole model in one process; leave it at 1, or merge the adapter "
             "with peft and save the result",
         )
+    require(
+        config.data_parallel_size == 1 or not config.enable_lora,
+        f"data_parallel_size={config.data_parallel_size!r}: replicas take no LoRA adapters request by request; leave "
+        "it at 1, or merge one with lora=",
+    )
     modules = config.lora_modules
     is_named = isinstance(modules, Mapping) and all(
         isinstance(one, str) and one for pair in modules.items() for one in pair

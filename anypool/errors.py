@@ -17,6 +17,7 @@
         ├── OverloadedError                      the queue is full (HTTP 429 with Retry-After)
         ├── NonFiniteResultError                 the model gave NaN or infinity for this request
         ├── DeadlineExceededError                the request's time was up before it had run (HTTP 504)
+        ├── ReplicaDiedError                     the replicas that ran the request died, twice
         ├── OutOfMemoryError                     the request alone needs more memory than there is
         └── EngineDeadError                      the engine is shut down, or a thread or process of it has died
 
@@ -101,6 +102,10 @@ class NonFiniteResultError(EngineError):
 
 class DeadlineExceededError(EngineError):
     """The request's time was up before its result was there."""
+
+
+class ReplicaDiedError(EngineError):
+    """The replica that ran the request died, and so did the one that ran it again."""
 
 
 class OutOfMemoryError(EngineError):

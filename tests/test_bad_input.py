@@ -357,6 +357,7 @@ def test_tasks_that_are_unknown_or_not_served_are_refused(llm: LLM, submitted: l
         ({"model_impl": "vllm"}, "model_impl='vllm' is unknown"),
         ({"max_model_len": 0}, "max_model_len=0 is not a positive integer"),
         ({"max_model_len": "8"}, "max_model_len='8' is not a positive integer"),
+        ({"data_parallel_size": 0}, "data_parallel_size=0 is not a positive integer"),
         ({"max_num_seqs": -1}, "max_num_seqs=-1 is not a positive integer"),
         ({"max_num_batched_tokens": True}, "max_num_batched_tokens=True is not a positive integer"),
         ({"max_model_len": 161}, "max_model_len=161 is more than .* has positions for, 160"),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from anypool.adapters.colpali_engine import find_wording
+from anypool.adapters.facts import ModelFacts
 from anypool.adapters.head_choice import Beside, choose_template, find_beside, primary_task, refuse_unread_template
 from anypool.adapters.heads import Head
 from anypool.adapters.late_interaction import build_token_head
@@ -53,6 +54,7 @@ class LoadedModel:
 
     Attributes:
         model: The pooling model, in memory.
+        facts: What is known about it, for those who do not run it.
         config: What config.json says.
         recipe: What the sentence-transformers files say.
         pooler_config: What the user says.
@@ -68,6 +70,7 @@ class LoadedModel:
     """
 
     model: nn.Module
+    facts: ModelFacts
     repository: Repository
     config: ModelConfig
     recipe: Recipe
@@ -160,6 +163,7 @@ def load_pooling_model(
         refuse_unread_template(model, config, defaults)
     return LoadedModel(
         model=model,
+        facts=ModelFacts.of(model, beside.head, device=device, dtype=dtype),
         repository=opened.repository,
         config=config,
         recipe=recipe,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 from anypool.adapters.load import LoadedModel
 from anypool.engine.fitting import Fitted
@@ -12,7 +11,6 @@ from anypool.engine.windows import combination
 from anypool.errors import InvalidPromptError, PromptTooLongError
 from anypool.model_executor.images import ImageInputs
 from anypool.pooling.plan import PoolingPlan
-from anypool.pooling.pooler import DispatchPooler
 from anypool.pooling.tasks import PoolingTask
 
 # What cannot be made of a text's windows.
@@ -30,9 +28,7 @@ class Assembly:
     def __init__(self, loaded: LoadedModel, max_model_len: int) -> None:
         self._loaded, self._max_model_len = loaded, max_model_len
         self._ids = itertools.count()
-        pooler: Any = loaded.model.pooler
-        has_own = isinstance(pooler, DispatchPooler) and PoolingTask.TOKEN_EMBED in pooler.tasks
-        self._left_out = pooler[PoolingTask.TOKEN_EMBED].left_out if has_own else 0
+        self._left_out = loaded.facts.left_out
 
     def next_name(self) -> str:
         """A name for a request that no other has."""

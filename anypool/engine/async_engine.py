@@ -18,6 +18,7 @@ from anypool.config import EngineConfig
 from anypool.engine.engine import Engine
 from anypool.engine.prompt_options import PromptOptions
 from anypool.engine.prompts import ImagePrompt, Prompt, TextPair
+from anypool.engine.replicas import start_engine
 from anypool.engine.request import Request, check_turn
 from anypool.errors import DeadlineExceededError, EngineDeadError, EngineError, OverloadedError
 from anypool.pooling.params import PoolingParams
@@ -80,7 +81,7 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine | EngineConfig, *, threads: int = 4) -> None:
         assert threads >= 2
-        self.engine = engine if isinstance(engine, Engine) else Engine(engine)
+        self.engine = engine if isinstance(engine, Engine) else start_engine(engine)
         self.num_threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="anypool-prepare")
         self._lock = threading.Lock()

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
+from anypool.adapters.load import LoadedModel
 from anypool.adapters.rerank_templates import TemplatedPrompt
 from anypool.config import EngineConfig
 from anypool.engine.admission import Admission
@@ -31,6 +32,7 @@ from anypool.engine.request import Request, check_new, check_turn, leaves
 from anypool.engine.scheduler import Scheduler
 from anypool.engine.setup import read_adapters
 from anypool.engine.start import start
+from anypool.engine.tokenization import Tokenizer
 from anypool.errors import EngineDeadError
 from anypool.model_executor.cpu import KeptMemory
 from anypool.model_executor.faults import forget_tensors, is_out_of_memory, is_peers_failure, is_sticky
@@ -59,16 +61,23 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        assert config.data_parallel_size == 1, "start_engine starts replicas"
         started = start(config)
-        self.config, self.tokenizer, self.loaded = started.config, started.tokenizer, started.loaded
+        self._set_up(started.config, started.tokenizer, started.loaded)
         self._cache, self._executor = started.cache, started.executor
         self._memory = KeptMemory(self.loaded.device)
-        assert self.config.max_model_len is not None and self.config.max_num_batched_tokens is not None
-        self.max_model_len = self.config.max_model_len
+        self._executor.watch(self._wake, self._die)
+        self._start()
+
+    def _set_up(self, config: EngineConfig, tokenizer: Tokenizer | None, loaded: LoadedModel) -> None:
+        """Makes what takes and queues requests, whoever runs them."""
+        assert config.max_model_len is not None and config.max_num_batched_tokens is not None
+        self.config, self.tokenizer, self.loaded = config, tokenizer, loaded
+        self.max_model_len = config.max_model_len
         self.metrics = EngineMetrics()
-        self.lora = read_adapters(self.config, self.loaded)
-        self._preparation = Preparation(self.loaded, self.tokenizer, self.max_model_len, self.lora)
-        self._scheduler = Scheduler(max_tokens=self.config.max_num_batched_tokens, max_seqs=self.config.max_num_seqs)
+        self.lora = read_adapters(config, loaded)
+        self._preparation = Preparation(loaded, tokenizer, self.max_model_len, self.lora)
+        self._scheduler = Scheduler(max_tokens=config.max_num_batched_tokens, max_seqs=config.max_num_seqs)
         self._admission = Admission(self._scheduler)
         self._flights: deque[Flight] = deque()
         self._again: deque[Sequence[Request]] = deque()  # what is left of batches that failed, before all that waits
@@ -80,7 +89,8 @@ class Engine:
         self._stop_at: float | None = None
         self._death: BaseException | None = None
         self._beat = time.monotonic()
-        self._executor.watch(self._wake, self._die)
+
+    def _start(self) -> None:
         self._thread = threading.Thread(target=self._serve, name="anypool-device", daemon=True)
         self._thread.start()
         atexit.register(_close, weakref.ref(self))
@@ -112,6 +122,7 @@ class Engine:
             waiting_requests=len(self._scheduler),
             waiting_tokens=self._scheduler.waiting_tokens,
             message=message,
+            replicas=int(self.is_alive),
         )
 
     # 1. Check, plan, tokenise.
@@ -224,15 +235,26 @@ class Engine:
 
     def _serve(self) -> None:
         try:
-            make_current(self.loaded.device)
-            while self._step():
-                self._memory.trim()
+            self._run()
         except BaseException as error:  # whatever it is, nobody may be left waiting
             self._death = self._death or error
             logger.exception("the device thread died")
         finally:
             self._fail_waiting()
-            self._executor.close()
+            self._let_go()
+
+    def _run(self) -> None:
+        make_current(self.loaded.device)
+        while self._step():
+            self._memory.trim()
+
+    def _let_go(self) -> None:
+        """Ends what runs batches, on the device thread."""
+        self._executor.close()
+
+    def _kill(self) -> None:
+        """Ends it by force, from any thread."""
+        self._executor.kill()
 
     def _step(self) -> bool:
         """Launches a batch or collects one, and waits until either can be done; False when the engine stops."""
@@ -479,7 +501,7 @@ class Engine:
             timeout_s = min(timeout_s, _LAST_WAIT_S)
         self._thread.join(min(drain_s + timeout_s, threading.TIMEOUT_MAX))
         if self._thread.is_alive():
-            self._executor.kill()
+            self._kill()
             logger.error("the device thread has not ended within %.0f s and is given up", drain_s + timeout_s)
             self._fail_waiting()
 

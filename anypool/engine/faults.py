@@ -9,6 +9,7 @@ from anypool.errors import (
     EngineError,
     NonFiniteResultError,
     OutOfMemoryError,
+    ReplicaDiedError,
 )
 from anypool.model_executor.faults import is_out_of_memory
 
@@ -28,6 +29,20 @@ def non_finite_error(request: Request) -> NonFiniteResultError:
         f"request {request.request_id}: the model gave NaN or infinity; "
         "its weights may be damaged, or its dtype too narrow"
     )
+
+
+def replica_error(request: Request, replica: str, reason: str) -> ReplicaDiedError:
+    return ReplicaDiedError(
+        f"request {request.request_id}: {replica} {reason} while it ran this request alone, after one had died with it "
+        "among its requests; it may need more memory than there is"
+    )
+
+
+def outcome_of(error: Exception) -> str:
+    """What the metrics call a request that failed."""
+    if isinstance(error, NonFiniteResultError):
+        return "nan"
+    return "expired" if isinstance(error, DeadlineExceededError) else "error"
 
 
 def deadline_error(request: Request) -> DeadlineExceededError:

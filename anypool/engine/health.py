@@ -15,7 +15,8 @@ class Health:
             or "dead" (closed, or its thread has died).
         age_s: Seconds since the device thread began its batch, or began to wait.
         waiting_requests, waiting_tokens: What is queued.
-        message: What is wrong, where it is stuck or dead.
+        message: What is wrong, where it is stuck or dead, or some of its replicas are.
+        replicas: How many engines take requests.
     """
 
     status: Literal["alive", "busy", "stuck", "dead"]
@@ -23,3 +24,9 @@ class Health:
     waiting_requests: int
     waiting_tokens: int
     message: str = ""
+    replicas: int = 1
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are run."""
+        return self.status in ("alive", "busy") and self.replicas > 0

@@ -13,7 +13,7 @@ from anypool.adapters.colpali_engine import PageProcessor, find_wording
 from anypool.adapters.load import LoadedModel
 from anypool.adapters.processors import load_processor
 from anypool.engine.images import open_image
-from anypool.engine.patch_grids import patch_grids
+from anypool.engine.patch_grids import num_patches, patch_grids
 from anypool.engine.prompts import ImagePrompt
 from anypool.errors import InvalidPromptError, PromptTooLongError
 from anypool.model_executor.images import ImageInputs
@@ -35,13 +35,13 @@ class ImagePrompts:
     def __init__(self, loaded: LoadedModel, max_model_len: int) -> None:
         self._loaded, self._max_model_len = loaded, max_model_len
         self._name = loaded.config.name
-        self._input: str | None = getattr(loaded.model, "image_input", None)
+        self._input = loaded.facts.image_input
         self._lock = RLock()  # transformers' tokenizers are set anew for every call, which two threads must not do
 
     @property
     def owns_texts(self) -> bool:
         """Whether texts without images go through the processor, too: it pads them, or puts a query's words around."""
-        return self._input in ("tower", "page") and bool(getattr(self._loaded.model, "processes_texts", False))
+        return self._input in ("tower", "page") and self._loaded.facts.processes_texts
 
     @cached_property
     def _processor(self) -> Any:
@@ -125,8 +125,7 @@ class ImagePrompts:
 
     def refuse_image_tokens(self, ids: Sequence[int], index: int) -> None:
         """Refuses a prompt that has image tokens and no images: its vector would be one of nothing."""
-        tokens: tuple[int, ...] = getattr(self._loaded.model, "image_token_ids", ())
-        token = next((one for one in tokens if one in ids), None)
+        token = next((one for one in self._loaded.facts.image_token_ids if one in ids), None)
         if token is not None:
             raise InvalidPromptError(
                 f"input {index} has the model's image token, {token}, and no image: give multi_modal_data with it"
@@ -142,8 +141,9 @@ class ImagePrompts:
 
     def _tower(self, images: list[Any], text: str | None, where: str, special: bool) -> tuple[list[int], ImageInputs]:
         tensors = dict(self.processor().image_processor(images=images, return_tensors="pt"))
-        model: Any = self._loaded.model
-        return [0] * model.num_image_tokens(tensors), ImageInputs(tensors)
+        patch_size = self._loaded.facts.patch_size
+        assert patch_size is not None
+        return [0] * num_patches(tensors, patch_size), ImageInputs(tensors)
 
     def _page(self, images: list[Any], text: str | None, where: str, special: bool) -> tuple[list[int], ImageInputs]:
         processor = self.processor()
@@ -181,13 +181,13 @@ class ImagePrompts:
         rest = {name: tensor for name, tensor in batch.items() if name not in _NOT_FOR_THE_MODEL}
         by_token = {name: tensor[0] for name, tensor in rest.items() if name.endswith("token_type_ids")}
         tensors = {name: torch.as_tensor(tensor) for name, tensor in rest.items() if name not in by_token}
-        model: Any = self._loaded.model
+        facts = self._loaded.facts
         grids = patch_grids(
             ids,
             tensors,
             count,
-            image_token=next(iter(model.image_token_ids), None),
-            patch_size=model.patch_size,
+            image_token=next(iter(facts.image_token_ids), None),
+            patch_size=facts.patch_size,
             image_processor=getattr(self.processor(), "image_processor", None),
         )
         return ids, ImageInputs(tensors, by_token, count, grids)

@@ -6,7 +6,7 @@ import threading
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from anypool.engine.pieces import Piece
 from anypool.engine.request import Request
@@ -45,6 +45,13 @@ class Histogram:
 
 def _seconds() -> Histogram:
     return Histogram(_SECONDS)
+
+
+# Counted where requests are queued; all else where they are run.
+_OF_THE_QUEUE = ("requests", "tasks", "rejected", "truncated", "prompt_tokens", "queue_s", "prepare_s")
+
+# Values of some counters and histograms by name: a number, or a histogram's buckets, sum and count.
+Counts = dict[str, list[float]]
 
 
 @dataclass
@@ -129,6 +136,31 @@ class EngineMetrics:
         """Counts a request that has its answer."""
         with self._lock:  # callers drop what is cancelled or expired
             self.requests[outcome] += 1
+
+    def run_counts(self) -> Counts:
+        """What was counted about forward passes."""
+        found: Counts = {}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name in _OF_THE_QUEUE:
+                continue
+            if isinstance(value, Histogram):
+                found[one.name] = [*value.buckets, value.sum, value.count]
+            elif isinstance(value, int):
+                found[one.name] = [value]
+        return found
+
+    def add_run_counts(self, counts: Counts) -> None:
+        """Adds what another process counted about its forward passes. One thread at a time."""
+        for name, values in counts.items():
+            own = getattr(self, name)
+            if isinstance(own, Histogram):
+                *buckets, total, count = values
+                own.buckets = [int(a + b) for a, b in zip(own.buckets, buckets, strict=True)]
+                own.sum += total
+                own.count += int(count)
+            else:
+                setattr(self, name, own + int(values[0]))
 
     @property
     def cache_hit_rate(self) -> float:

@@ -46,6 +46,14 @@ def patch_grids(
     return tuple(grids)
 
 
+def num_patches(tensors: Mapping[str, torch.Tensor], patch_size: int) -> int:
+    """How many patches one image has."""
+    pixels = tensors["pixel_values"]
+    if "spatial_shapes" in tensors:  # patches already
+        return int(pixels.shape[1])
+    return int((pixels.shape[-2] // patch_size) * (pixels.shape[-1] // patch_size))
+
+
 def _shapes(
     tensors: Mapping[str, torch.Tensor], count: int, patch_size: int | None, image_processor: Any
 ) -> list[tuple[int, int]] | None:

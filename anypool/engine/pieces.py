@@ -12,6 +12,7 @@ import torch
 
 from anypool.engine.kv_cache import BlockPool, block_hashes
 from anypool.engine.request import Request
+from anypool.model_executor.distributed import ranks
 from anypool.model_executor.kv_store import KVStore
 from anypool.model_executor.layers.split import local_kv_heads
 from anypool.model_executor.model_config import ModelConfig
@@ -183,7 +184,8 @@ class KVCache:
 
 def num_blocks(config: ModelConfig, *, dtype: torch.dtype, block_size: int, max_model_len: int, memory: float) -> int:
     """How many blocks fit into `memory` bytes, and at least those of one prompt of any length."""
-    layers = 2 * config.num_layers * local_kv_heads(config.num_heads, config.num_kv_heads) * (config.head_size or 1)
+    own_layers = -(-config.num_layers // ranks().pp_size)
+    layers = 2 * own_layers * local_kv_heads(config.num_heads, config.num_kv_heads) * (config.head_size or 1)
     per_block = (layers + config.hidden_size) * dtype.itemsize * block_size
     return max(int(memory // per_block), -(-max_model_len // block_size))
 

@@ -199,8 +199,7 @@ class Preparation:
 
     def _spans(self, prompt: SpannedPrompt, index: int, tokens: Fitted, way: _Way) -> tuple[tuple[int, int], ...]:
         """The tokens of each span, for a model whose embedding is the mean of its tokens' states."""
-        model: Any = self.loaded.model
-        refuse_unless_mean(model.pooler[PoolingTask.EMBED], self.loaded.config.name)
+        refuse_unless_mean(self.loaded.facts.embed_types, self.loaded.config.name)
         count, offsets = len(tokens.ids), None
         if isinstance(prompt.prompt, str):
             offsets = self._encoding.offsets(prompt.prompt, way.prefix, count, tokens.truncated, way.side)

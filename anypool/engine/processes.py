@@ -23,8 +23,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_connections
 from pathlib import Path
 
-import torch
-
 from anypool.adapters.heads import registered_heads
 from anypool.config import EngineConfig
 from anypool.engine import wire
@@ -47,6 +45,7 @@ class Processes:
 
     Args:
         configs: What each loads, by rank; that of rank 0 is not used here.
+        threads: Of torch in each, where the environment does not say.
 
     Attributes:
         death: Ends with the error that says why there are no ranks any more.
@@ -55,7 +54,7 @@ class Processes:
         is_overdue: Called now and then: why the ranks are to be given up, or None.
     """
 
-    def __init__(self, configs: list[EngineConfig]) -> None:
+    def __init__(self, configs: list[EngineConfig], *, threads: int) -> None:
         self.death: Future[None] = Future()
         self.on_report: Callable[[int, wire.Ran], None] | None = None
         self.on_death: Callable[[EngineDeadError], None] | None = None
@@ -71,7 +70,7 @@ class Processes:
         self._meetings = count()
         try:
             for rank in range(1, len(configs)):
-                self._start(rank, threads=max(1, torch.get_num_threads() // len(configs)))
+                self._start(rank, threads)
             for rank, connection in self._connections.items():
                 connection.send_bytes(wire.dumps(wire.Begin(rank, configs[rank], models, heads)))
         except BaseException:
@@ -79,7 +78,7 @@ class Processes:
             raise
         threading.Thread(target=self._listen, name="anypool-ranks", daemon=True).start()
 
-    def _start(self, rank: int, *, threads: int) -> None:
+    def _start(self, rank: int, threads: int) -> None:
         here, there = Pipe()
         with there:
             self._connections[rank] = here

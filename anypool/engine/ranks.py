@@ -139,13 +139,15 @@ class RanksExecutor:
         config: Of the engine.
         rank: Rank 0.
         processes: The others, which have loaded.
+        threads: Of torch in this process when there are no ranks.
     """
 
     calls_back = True
     is_open: ClassVar[bool] = False  # torch.distributed has one set of connections per process
 
-    def __init__(self, config: EngineConfig, rank: Rank, processes: Processes) -> None:
+    def __init__(self, config: EngineConfig, rank: Rank, processes: Processes, *, threads: int) -> None:
         RanksExecutor.is_open = True
+        self._threads = threads
         # One more than stages: while all of them are busy, the next batch is on its way.
         self.depth = config.pipeline_parallel_size + 1 if config.pipeline_parallel_size > 1 else 1
         self.runner = rank.runner
@@ -238,6 +240,7 @@ class RanksExecutor:
         self._rank.forget_chunks()
         self._rank.leave()
         self._processes.clean_up()
+        torch.set_num_threads(self._threads)  # of threads that come
         RanksExecutor.is_open = False
 
     def kill(self) -> None:

@@ -54,6 +54,7 @@ class Request:
         submitted: When it was queued, on the same clock.
         started, finished: When its first forward pass began, and when its result was there, on the same clock.
         ran_out_of_memory: Whether it has had its one more try after memory was short.
+        has_killed: Whether a replica died that had it; it has one more try.
         settled: Whether its answer has been given, or its cancellation noted.
         future: Becomes the result, `[E]` or `[rows, E]`, or an error. Cancelling it drops the request while it waits
             and between the chunks of a long prompt.
@@ -82,6 +83,7 @@ class Request:
     started: float = 0.0
     finished: float = 0.0
     ran_out_of_memory: bool = False
+    has_killed: bool = False
     settled: bool = False
     future: Future[torch.Tensor] = field(default_factory=Future)
     parts: tuple[Request, ...] = ()

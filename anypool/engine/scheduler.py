@@ -94,11 +94,15 @@ class Scheduler:
             if len(request) > self.max_tokens:
                 heappush(self._long, (request.tag, request.arrival, request))
 
-    def next_batch(self) -> list[Request]:
+    def next_batch(self, tokens: int | None = None) -> list[Request]:
         """Takes the next requests off the queue, shortest first; empty where none waits.
 
         Those that are cancelled or past their deadline have their turn like any other.
+
+        Args:
+            tokens: Take no more than this, but one request at least; None for as many as a batch may have.
         """
+        most = self.max_tokens if tokens is None else min(tokens, self.max_tokens)
         anchor, long = self._anchor(), self._next_long()
         while anchor is not None and len(anchor) > self.max_tokens:  # the budget has shrunk since it came
             self._take(self._place(anchor), self._place(anchor) + 1)
@@ -111,7 +115,7 @@ class Scheduler:
         if anchor is None:
             return []
         self._tick(anchor)
-        return self._take(*self._reach(self._place(anchor)))
+        return self._take(*self._reach(self._place(anchor), most))
 
     def put_back(self, request: Request, tokens: int) -> None:
         """Queues a request again: for its next chunk, after `tokens` of it have run, or to start over where 0 have."""
@@ -198,18 +202,18 @@ class Scheduler:
     def _place(self, request: Request) -> int:
         return bisect_left(self._by_length, _place_key(request), key=_place_key)
 
-    def _reach(self, place: int) -> tuple[int, int]:
-        """The widest run of the length-sorted queue around `place` that the budget allows, nearest lengths first."""
+    def _reach(self, place: int, most: int) -> tuple[int, int]:
+        """The widest run of the length-sorted queue around `place` of up to `most` tokens, nearest lengths first."""
         queue = self._by_length
         length = len(queue[place])
         low, high, tokens = place, place + 1, length
         while high - low < self.max_seqs:
             below = length - len(queue[low - 1]) if low > 0 else None
             above = len(queue[high]) - length if high < len(queue) else None
-            if above is not None and (below is None or above <= below) and tokens + len(queue[high]) <= self.max_tokens:
+            if above is not None and (below is None or above <= below) and tokens + len(queue[high]) <= most:
                 tokens += len(queue[high])
                 high += 1
-            elif below is not None and tokens + len(queue[low - 1]) <= self.max_tokens:
+            elif below is not None and tokens + len(queue[low - 1]) <= most:
                 low -= 1
                 tokens += len(queue[low])
             else:

@@ -24,13 +24,14 @@ def load(config: EngineConfig) -> tuple[Tokenizer | None, LoadedModel]:
     """The tokenizer, None where the user wants none or the checkpoint has none, and the model."""
     make_current(pick_device(config.device))
     opened = open_model(config)
-    tokenizer = _load_tokenizer(config, opened)
+    tokenizer = load_tokenizer(config, opened)
     token_id = None if tokenizer is None else tokenizer.token_id
     encode = None if tokenizer is None else tokenizer.encode
     return tokenizer, load_pooling_model(config, opened, token_id=token_id, encode=encode, vocabulary=tokenizer)
 
 
-def _load_tokenizer(config: EngineConfig, opened: OpenedModel) -> Tokenizer | None:
+def load_tokenizer(config: EngineConfig, opened: OpenedModel) -> Tokenizer | None:
+    """The tokenizer of a checkpoint, or the user's; None where there is none or none is wanted."""
     if config.skip_tokenizer_init:
         return None
     if config.tokenizer is not None:
@@ -81,6 +82,8 @@ def make_cache(config: EngineConfig, loaded: LoadedModel) -> KVCache | None:
         return None
     assert config.max_model_len is not None
     memory = config.kv_cache_memory_fraction * device_memory(loaded.device) if config.enable_prefix_caching else 0.0
+    if loaded.device.type == "cpu":  # which the ranks share
+        memory /= config.num_ranks
     return KVCache(
         loaded.config,
         device=loaded.device,

@@ -11,7 +11,6 @@ from typing import Any
 from anypool.engine.prompts import Prompt, check_prompt
 from anypool.errors import InvalidParameterError, UnsupportedTaskError
 from anypool.pooling.methods import PoolingType
-from anypool.pooling.pooler import EmbedPooler, Pooler
 
 UNITS = ("characters", "tokens")
 
@@ -85,14 +84,14 @@ def _check_span(span: object, index: int) -> Span:
     return start, end
 
 
-def refuse_unless_mean(pooler: Pooler, name: str) -> None:
+def refuse_unless_mean(types: tuple[PoolingType, ...] | None, name: str) -> None:
     """Refuses spans of a model, of a name, whose embeddings are not the mean of their tokens' states.
 
     Raises:
-        UnsupportedTaskError: Its `pooler` of embeddings pools otherwise.
+        UnsupportedTaskError: Its pooling `types` are others, or it has a pooler of its own for embeddings.
     """
-    if not isinstance(pooler, EmbedPooler) or pooler.types != (PoolingType.MEAN,):
-        pooling = "+".join(pooler.types) if isinstance(pooler, EmbedPooler) else "a pooler of its own"
+    if types != (PoolingType.MEAN,):
+        pooling = "a pooler of its own" if types is None else "+".join(types)
         raise UnsupportedTaskError(
             f"a span's embedding is the mean of its tokens, and {name} pools by {pooling}: "
             "take a model that pools by MEAN, or pass pooler_config=PoolerConfig(pooling_type='MEAN')"

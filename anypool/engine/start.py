@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
+
+import torch
 
 from anypool.adapters.load import LoadedModel
 from anypool.config import EngineConfig
@@ -72,30 +75,34 @@ def _start_alone(config: EngineConfig) -> Started:
 
 def _start_ranks(config: EngineConfig) -> Started:
     configs = [config_of_rank(config, rank) for rank in range(config.num_ranks)]
-    processes = Processes(configs)
+    all_threads = torch.get_num_threads()
+    share = all_threads if "OMP_NUM_THREADS" in os.environ else max(1, all_threads // config.num_ranks)
+    processes = Processes(configs, threads=share)
     try:
         processes.wait_ready()
         began = time.monotonic()
-        tokenizer, loaded = _load_rank_0(configs[0], processes)
+        tokenizer, loaded = _load_rank_0(configs[0], processes, share)
         processes.wait_loaded(time.monotonic() - began)
         resolved = resolve(config, loaded, tokenizer)
         cache = make_cache(resolved, loaded)
         if cache is not None:
             processes.send(wire.Store(cache.store.num_blocks, cache.block_size))
-        executor = RanksExecutor(resolved, make_rank(loaded), processes)
+        executor = RanksExecutor(resolved, make_rank(loaded), processes, threads=all_threads)
         return _started(resolved, tokenizer, loaded, cache, executor)
     except BaseException:
+        run_apart(partial(torch.set_num_threads, all_threads))
         processes.end(at_once=True)
         distributed.stop()
         processes.clean_up()
         raise
 
 
-def _load_rank_0(config: EngineConfig, processes: Processes) -> tuple[Tokenizer | None, LoadedModel]:
+def _load_rank_0(config: EngineConfig, processes: Processes, threads: int) -> tuple[Tokenizer | None, LoadedModel]:
     address = processes.address()
     processes.send(wire.Join(address))
 
     def join_and_load() -> tuple[Tokenizer | None, LoadedModel]:
+        torch.set_num_threads(threads)  # of this thread and of those that come, the device thread among them
         join(0, config, address)
         return load(config)
 

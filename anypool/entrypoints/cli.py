@@ -1,4 +1,4 @@
-"""The command line: `anypool embed`, `classify`, `reward`, `rerank`, `serve`, `info` and `bench`."""
+"""The command line: `anypool embed`, `classify`, `reward`, `rerank`, `serve`, `info`, `bench` and `plan`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import anypool
-from anypool.entrypoints import cli_bench, cli_embed, cli_info, cli_scores, cli_serve
+from anypool.entrypoints import cli_bench, cli_embed, cli_info, cli_plan, cli_scores, cli_serve
 from anypool.errors import AnypoolError
 
 _USERS_ERROR = 2
@@ -77,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     cli_serve.add_command(_command(commands, "serve", "serve models over HTTP, as OpenAI's API and others do"))
     cli_info.add_command(_command(commands, "info", "show what a model is, how it is pooled, and who says so"))
     cli_bench.add_command(_command(commands, "bench", "measure a model's speed beside other engines on this machine"))
+    cli_plan.add_command(_command(commands, "plan", "estimate memory, time, cost and storage of a large collection"))
     return parser
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import importlib.util
 import json
 import os
@@ -106,13 +107,19 @@ def check_output(given: str | None, endings: Sequence[str]) -> Path | None:
     path = Path(given)
     if path.suffix not in endings:
         raise InvalidParameterError(f"--output {path}: known endings are {', '.join(endings)}")
-    if path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise MissingDependencyError(f"--output {path} needs pyarrow: pip install 'anypool[parquet]'")
+    if path.suffix in (".parquet", ".arrow"):
+        check_pyarrow(f"--output {path}")
     if not path.parent.is_dir():
         raise InvalidParameterError(f"--output {path}: there is no folder {path.parent}")
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise InvalidParameterError(f"--output {path}: cannot be written to")
     return path
+
+
+def check_pyarrow(what: str) -> None:
+    """Raises where pyarrow, which `what` needs, is not installed."""
+    if importlib.util.find_spec("pyarrow") is None:
+        raise MissingDependencyError(f"{what} needs pyarrow: pip install 'anypool[parquet]'")
 
 
 def write(output: Path | None, columns: Columns) -> None:
@@ -123,7 +130,7 @@ def write(output: Path | None, columns: Columns) -> None:
         columns: The results.
     """
     if output is None:
-        sys.stdout.buffer.writelines(_json_lines(columns))  # UTF-8, whatever the terminal's encoding
+        sys.stdout.buffer.writelines(json_lines(columns))  # UTF-8, whatever the terminal's encoding
         sys.stdout.flush()
         return
     with atomic_file(output) as file:
@@ -132,25 +139,45 @@ def write(output: Path | None, columns: Columns) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file that is at `path` when it is complete, and never before."""
+    """A file that is at `path` when it is complete and on the disk, and never before."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with unfinished.open("wb") as file:
             yield file
+            file.flush()
+            os.fsync(file.fileno())
         unfinished.replace(path)
+        sync_folder(path.parent)
     finally:
         unfinished.unlink(missing_ok=True)
 
 
-def _json_lines(columns: Columns) -> Iterator[bytes]:
-    for row in zip(*columns.values(), strict=True):
-        values = (value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value for value in row)
-        line = dict(zip(columns, values, strict=True))
-        yield json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+def sync_folder(folder: Path) -> None:
+    """Has the disk know a folder's names, where the system can: on POSIX ones."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def json_lines(columns: Columns) -> Iterator[bytes]:
+    """A line per row."""
+    values = (column.to_pylist() if hasattr(column, "to_pylist") else column for column in columns.values())
+    for row in zip(*values, strict=True):
+        plain = (value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value for value in row)
+        line = dict(zip(columns, plain, strict=True))
+        yield json.dumps(line, separators=(",", ":"), ensure_ascii=False, default=_json_value).encode() + b"\n"
+
+
+def _json_value(value: Any) -> Any:
+    """What JSON has no word for, such as dates and decimals of a table, as its text; bytes in base64."""
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
 def _write_jsonl(file: IO[bytes], columns: Columns) -> None:
-    file.writelines(_json_lines(columns))
+    file.writelines(json_lines(columns))
 
 
 def _write_npy(file: IO[bytes], columns: Columns) -> None:
@@ -159,20 +186,50 @@ def _write_npy(file: IO[bytes], columns: Columns) -> None:
 
 
 def _write_parquet(file: IO[bytes], columns: Columns) -> None:
-    import pyarrow  # optional
-    from pyarrow import parquet
+    from pyarrow import parquet  # optional
 
-    def array(column: Any) -> Any:
+    table = table_of(columns)
+    parquet.write_table(table, file, use_dictionary=repeating(table))
+
+
+def _write_arrow(file: IO[bytes], columns: Columns) -> None:
+    import pyarrow  # optional
+
+    table = table_of(columns)
+    with pyarrow.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+def repeating(table: Any) -> list[str]:
+    """The columns of a table whose values may be there many times, which those of vectors are not."""
+    import pyarrow  # optional
+
+    return [field.name for field in table.schema if not pyarrow.types.is_nested(field.type)]
+
+
+def table_of(columns: Columns) -> Any:
+    """A pyarrow table; rows of a matrix are lists of a fixed size."""
+    import pyarrow  # optional
+
+    def array(name: str, column: Any) -> Any:
         if isinstance(column, np.ndarray) and column.ndim == 2:
             return pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(column.reshape(-1)), column.shape[1])
-        return pyarrow.array(column)
+        if isinstance(column, (pyarrow.Array, pyarrow.ChunkedArray)):
+            return column
+        try:
+            return pyarrow.array(column)
+        except pyarrow.ArrowException as error:
+            raise InvalidPromptError(
+                f"column {name!r} has values of several types, and a table's have one: {error}; .jsonl takes any"
+            ) from error
 
-    parquet.write_table(pyarrow.table({name: array(column) for name, column in columns.items()}), file)
+    return pyarrow.table({name: array(name, column) for name, column in columns.items()})
 
 
 WRITERS: Mapping[str, Callable[[IO[bytes], Columns], None]] = {
     ".npy": _write_npy,
     ".jsonl": _write_jsonl,
     ".parquet": _write_parquet,
+    ".arrow": _write_arrow,
 }
-ROW_ENDINGS = (".jsonl", ".parquet")
+ROW_ENDINGS = (".jsonl", ".parquet", ".arrow")

@@ -7,8 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
 from anypool.adapters.heads import Head, labels_of
 from anypool.adapters.load import LoadedModel
 from anypool.adapters.multi_vector import MultiVector
@@ -16,16 +14,12 @@ from anypool.adapters.quantization import Quantization
 from anypool.adapters.rerank_templates import Manifest
 from anypool.config import EngineConfig
 from anypool.engine.engine import Engine
+from anypool.engine.replicas import start_engine
 from anypool.entrypoints.cli_flags import add_engine_flags, engine_arguments
-from anypool.model_executor.attention.choice import attention_ways
-from anypool.model_executor.models.transformers_backend import TransformersModel, Way
-from anypool.model_executor.registry import is_encoder_model
-from anypool.pooling.heads import LMHeadRows, Normalize
+from anypool.model_executor.models.transformers_backend import Way
 
 # Texts by the values of `is_query`.
 _SIDES = {True: "queries", False: "documents", None: "texts of which nothing is said"}
-_BUILT_IN = "anypool.model_executor.models."
-_THROUGH_TRANSFORMERS = tuple(_BUILT_IN + name for name in ("transformers_backend", "two_tower", "vision_language"))
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +31,7 @@ def add_command(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Loads the model and prints what came of it."""
-    engine = Engine(EngineConfig.from_kwargs(model=arguments.model, **engine_arguments(arguments)))
+    engine = start_engine(EngineConfig.from_kwargs(model=arguments.model, **engine_arguments(arguments)))
     try:
         facts = describe(engine)
     finally:
@@ -49,19 +43,19 @@ def run(arguments: argparse.Namespace) -> int:
 def describe(engine: Engine) -> dict[str, Any]:
     """What is known about a loaded model, as JSON can hold it."""
     loaded = engine.loaded
-    recipe, defaults = loaded.recipe, loaded.defaults
+    recipe, defaults, known = loaded.recipe, loaded.defaults, loaded.facts
     return {
         "model": loaded.config.name,
         "architecture": loaded.config.architecture,
-        "class": type(loaded.model).__name__,
-        "runs": _runs(type(loaded.model)),
-        "batches": _batches(loaded.model),
-        "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
+        "class": known.class_name,
+        "runs": known.runs,
+        "batches": {"way": known.way.value, "rejected": list(known.rejected)},
+        "parameters": known.num_parameters,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": str(loaded.device),
         "quantization": None if loaded.quantization is None else _quantization(loaded.quantization),
         "tasks": [task.value for task in engine.supported_tasks],
-        "modalities": ["text"] if getattr(loaded.model, "image_input", None) is None else ["text", "image"],
+        "modalities": ["text"] if known.image_input is None else ["text", "image"],
         "attention": _attention(loaded),
         "pooling": {
             name: {"value": _plain(setting.value), "source": setting.source}
@@ -171,53 +165,25 @@ def _batch(facts: dict[str, Any]) -> str:
     )
 
 
-def _runs(model_cls: type) -> str:
-    if model_cls.__module__.startswith(_THROUGH_TRANSFORMERS):
-        return "transformers"
-    return "native" if model_cls.__module__.startswith(_BUILT_IN) else "registered by the user"
-
-
-def _batches(model: nn.Module) -> dict[str, Any]:
-    """How texts share a run of the model, and what was tried before it."""
-    if isinstance(model, TransformersModel):
-        return {"way": model.way.value, "rejected": list(model.rejected)}
-    return {"way": Way.PACKED.value, "rejected": []}
-
-
 def _attention(loaded: LoadedModel) -> dict[str, Any]:
     config = loaded.config
     return {
-        "causal": config.is_causal and not is_encoder_model(type(loaded.model)),
+        "causal": config.is_causal and not loaded.facts.is_encoder,
         "sliding_window": config.sliding_window,
         "softcap": config.attention_softcap,
-        "layers": attention_ways(loaded.model, loaded.device, loaded.dtype),
+        "layers": dict(loaded.facts.attention),
     }
 
 
 def _head(head: Head, loaded: LoadedModel) -> dict[str, Any]:
     """A head's layers, labels and calibration. Its pooling type and activation are settings, and stand with them."""
-    if isinstance(head.module, LMHeadRows):
-        layers = [_layer("rows of the LM head", head.module)]
-    else:
-        children = list(head.module.children())
-        names = [layer.tensor for layer in head.recipe.layers] or [type(child).__name__ for child in children]
-        layers = [_layer(name, child) for name, child in zip(names, children, strict=True)]
     return {
         "per": "token" if head.recipe.token_level else "text",
-        "layers": layers,
+        "layers": [dict(layer) for layer in loaded.facts.head_layers],
         "labels": list(labels_of(loaded.config, range(head.labels)).values()),
         "logit_mean": loaded.defaults.logit_mean,
         "logit_sigma": loaded.defaults.logit_sigma,
     }
-
-
-def _layer(name: str, module: Any) -> dict[str, Any]:
-    if isinstance(module, Normalize):  # of any size
-        return {"name": name, "in_features": None, "out_features": None, "activation": None}
-    own = getattr(module, "activation", None)
-    activation = None if own is None or isinstance(own, nn.Identity) else type(own).__name__.lower()
-    sizes = {"in_features": module.in_features, "out_features": module.out_features}
-    return {"name": name, **sizes, "activation": activation}
 
 
 def _template_name(loaded: LoadedModel, given: str | None) -> str | None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from anypool.config import EngineConfig, require
 from anypool.engine.engine import Engine
+from anypool.engine.replicas import start_engine
 from anypool.entrypoints.cli_flags import add_engine_flags, add_flags, arguments_of, engine_arguments
 from anypool.entrypoints.server_options import ServerOptions
 
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         engines: list[Engine] = []
         try:
             for config in configs:
-                engines.append(Engine(config))
+                engines.append(start_engine(config))
             # What is loaded stays. Without this, each full collection would look at all of it, for about 0.1 s.
             gc.collect()
             gc.freeze()

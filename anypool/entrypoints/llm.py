@@ -15,9 +15,9 @@ from tqdm import tqdm
 from anypool.adapters.heads import labels_of
 from anypool.adapters.rerank_templates import ChatTemplate
 from anypool.config import EngineConfig, LoRARequest, is_int
-from anypool.engine.engine import Engine
 from anypool.engine.prompt_options import PromptOptions
 from anypool.engine.prompts import Prompt, as_given, as_prompt_list, check_text
+from anypool.engine.replicas import start_engine
 from anypool.engine.request import Request, leaves
 from anypool.engine.spans import check_span_lists, check_spans
 from anypool.entrypoints.scoring import Scores, as_pairs, as_query_and_documents, score_pairs
@@ -96,7 +96,7 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str], **engine_args: Any) -> None:
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
-        self.engine = Engine(EngineConfig.from_kwargs(model=name, **engine_args))
+        self.engine = start_engine(EngineConfig.from_kwargs(model=name, **engine_args))
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:

@@ -225,7 +225,7 @@ def reads_pairs(engine: Engine) -> bool:
 
 
 def _compares_tokens(engine: Engine) -> bool:
-    return getattr(engine.loaded.model, "score_type", None) == "late-interaction"
+    return engine.loaded.facts.score_type == "late-interaction"
 
 
 def _one_score_each(ran: Sequence[Ran]) -> Scores:

@@ -36,6 +36,7 @@ class Outline:
         config: Its configuration.
         parameters: Numbers in its weights.
         flop_per_token: Operations of one token in products with weights.
+        width_per_token: Numbers that these products take and give for one token.
         unknown_layers: How many layers mix tokens otherwise than by attention, so that their mixing is not counted.
     """
 
@@ -43,6 +44,7 @@ class Outline:
     config: ModelConfig
     parameters: int
     flop_per_token: int
+    width_per_token: int
     unknown_layers: int
 
     @classmethod
@@ -58,13 +60,14 @@ class Outline:
             UnsupportedArchitectureError: Its operations cannot be told from its configuration.
         """
         model = _build(config, repository, model_impl)
-        known = {FULL, SLIDING}
+        products = list(_products(model, config))
         return cls(
             model=model,
             config=config,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
-            flop_per_token=sum(round(2 * share * weight.numel()) for weight, share in _products(model, config)),
-            unknown_layers=sum(kind not in known for kind in config.layer_types),
+            flop_per_token=sum(round(2 * share * weight.numel()) for weight, share in products),
+            width_per_token=sum(round(share * _width(weight)) for weight, share in products),
+            unknown_layers=sum(kind not in (FULL, SLIDING) for kind in config.layer_types),
         )
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
@@ -116,8 +119,8 @@ def _build(config: ModelConfig, repository: Repository, model_impl: str) -> nn.M
             f"{config.name}: {model_cls.__name__} brings its modules with its weights, so nothing can be told without "
             "them: measure it with anypool bench"
         )
-    model = construct(lambda: model_cls(config))
-    model.register_module("lm_head", None)
+    model: nn.Module = construct(lambda: model_cls(config))
+    setattr(model, "lm_head", None)  # noqa: B010 - which a module's type does not allow to be assigned
     return model
 
 
@@ -136,6 +139,11 @@ def _text(config: ModelConfig) -> Mapping[str, Any]:
     """What config.json says about the language model."""
     text = config.raw.get("text_config")
     return text if isinstance(text, Mapping) else config.raw
+
+
+def _width(weight: torch.Tensor) -> int:
+    """Sizes of input and result of a product with a weight, or of those with all that are stacked in it."""
+    return sum(weight.shape[-2:]) * (weight.shape[0] if weight.dim() > 2 else 1)
 
 
 def _share_of_experts(config: ModelConfig) -> float:

@@ -192,8 +192,8 @@ def _backbone_names(architecture: str) -> tuple[str, ...]:
 def _path_of(cls: type[nn.Module]) -> str:
     if cls.__module__ == "__main__" or not cls.__qualname__.isidentifier():
         raise ConfigError(
-            f"{cls.__qualname__} of {cls.__module__!r} is registered, and the processes that hold a model together "
-            "cannot import it: put the class into a module of its own"
+            f"{cls.__qualname__} of {cls.__module__!r} is registered, and the processes that run it cannot "
+            "import it: put the class into a module of its own"
         )
     return f"{cls.__module__}:{cls.__name__}"
 

@@ -9,6 +9,9 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
+from anypool.adapters.load import load_pooling_model
+from anypool.config import EngineConfig
+from anypool.engine import setup
 from anypool.errors import ConfigError, WeightsError
 from anypool.model_executor import distributed
 from anypool.model_executor.distributed import Ranks
@@ -89,6 +92,25 @@ def test_each_rank_has_its_share_of_the_weights(tmp_path: Path, monkeypatch: pyt
     k_GD = stored["model.layers.2.self_attn.k_proj.weight"]  # two heads of 8 on four processes
     assert torch.equal(layer.self_attn.qkv_proj.weight[8:16], k_GD[8:])
     assert torch.equal(model.model.embed_tokens.weight, stored["model.embed_tokens.weight"][90:])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_caches_of_all_ranks_on_a_cpu_take_the_memory_that_one_may(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_random(hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)), tmp_path)
+    config = EngineConfig(
+        model=str(tmp_path), device="cpu", use_tqdm_on_load=False, enable_prefix_caching=True, skip_tokenizer_init=True
+    )
+    as_rank(monkeypatch, 0, size)
+    monkeypatch.setattr(setup, "device_memory", lambda _: 100_000_000)
+    loaded = load_pooling_model(config)
+    cache = setup.make_cache(setup.resolve(config, loaded, None), loaded)
+    assert cache is not None
+    kv_heads = max(1, 2 // size)
+    floats = 3 * 2 * kv_heads * 8 + 32  # keys and values of three layers, and the last states
+    taken = size * cache.store.num_blocks * cache.store.block_size * floats * 4
+    assert 0.99 * 10_000_000 < taken <= 10_000_000
 
 
 @pytest.mark.parametrize(("rank", "tp_size"), [(2, 2), (-1, 2), (0, 0)])

@@ -19,6 +19,8 @@ from anypool.model_executor.packed_batch import PackedBatch
 from anypool.model_executor.stages import own_layers
 from anypool.model_executor.weights.checkpoint import open_checkpoint
 from anypool.model_executor.weights.repository import Repository
+from tests.distributed.links import exchange
+from tests.distributed.processes import in_processes
 from tests.helpers import assert_close, copy_of, new_folder, tiny_bert, tiny_llama
 from tests.models.parity import CPU, random_ids, reference_states, save_random
 from tests.models.test_native_parity import DECODER, DECODERS, ENCODER, ENCODERS
@@ -84,6 +86,14 @@ def test_a_tensor_with_no_place_in_any_stage_is_an_error(monkeypatch: pytest.Mon
     for stage in range(2):
         with pytest.raises(WeightsError, match=r"1 tensors have no place in the model: model\.layers\.7\.odd"):
             load_stage(folder, monkeypatch, stage, 2)
+
+
+def test_a_stage_that_fails_leaves_the_next_batch_right() -> None:
+    nothing, [first, failure, last] = in_processes(exchange, pp_size=2)
+    assert nothing == []
+    assert failure == "the stage before has failed"
+    assert torch.equal(first, torch.zeros(2, 3, dtype=torch.bfloat16))
+    assert torch.equal(last, torch.full((2, 3), 3, dtype=torch.bfloat16))
 
 
 def test_a_model_that_cannot_be_cut_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

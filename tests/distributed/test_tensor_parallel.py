@@ -12,6 +12,7 @@ import transformers as hf
 from safetensors.torch import load_file
 
 from tests.adapters.test_heads import GQA, save_head
+from tests.adapters.test_recipes import nv_embed
 from tests.adapters.test_sparse import masked_lm
 from tests.distributed.jobs import Answers, Job, answers
 from tests.distributed.processes import in_processes
@@ -134,6 +135,7 @@ def jobs() -> dict[str, Job]:
         "reranker": Job(str(causal_lm("qwen3")), score, RERANKER),
         "reranker-tied": Job(str(causal_lm("qwen3", tied=True)), score, RERANKER),
         "pickled": Job(str(pickled()), embed),
+        "nv-embed": Job(str(nv_embed()), embed),
         "int8": Job(wide, embed, {"quantization": "int8"}),
         "bfloat16": Job(wide, embed, {"dtype": "bfloat16"}),
         "float32": Job(wide, embed),
@@ -186,7 +188,7 @@ def test_prompts_in_parts_equal_transformers(name: str, ranks: list[Answers]) ->
         assert_close(found_LD, expected[i % len(LENGTHS)])
 
 
-@pytest.mark.parametrize("name", ["tasks", "tasks-in-chunks", "splade", "pickled"])
+@pytest.mark.parametrize("name", ["tasks", "tasks-in-chunks", "splade", "pickled", "nv-embed"])
 def test_every_task_equals_one_process(name: str, alone: Answers, ranks: list[Answers]) -> None:
     for found, expected in zip(rows(ranks[0], name), rows(alone, name), strict=True):
         assert expected.abs().max() > 1e-3

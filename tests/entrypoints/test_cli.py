@@ -67,6 +67,7 @@ ENGINE_FLAGS = {
     "--chat-template",
     "--tensor-parallel-size",
     "--pipeline-parallel-size",
+    "--data-parallel-size",
     "--enforce-eager",
     "--use-tqdm-on-load",
     "--no-use-tqdm-on-load",
@@ -84,6 +85,11 @@ OWN_FLAGS = {
         "--calibration",
         "--sparse",
         "--max-active-dims",
+        "--keep",
+        "--output-format",
+        "--rows-per-part",
+        "--on-error",
+        "--overwrite",
     },
     "classify": FILE_FLAGS | PROMPT_FLAGS | {"--activation"},
     "reward": FILE_FLAGS | PROMPT_FLAGS | {"--activation"},
@@ -122,6 +128,23 @@ OWN_FLAGS = {
     },
     "info": {"--json"},
     "bench": {"--side", "--sets", "--rounds", "--texts", "--gguf", "--out", "--profile"},
+    "plan": {
+        "--docs",
+        "--tokens",
+        "--input",
+        "--input-field",
+        "--gpu",
+        "--share",
+        "--price-per-hour",
+        "--days",
+        "--dimensions",
+        "--dtype",
+        "--max-num-batched-tokens",
+        "--download-dir",
+        "--revision",
+        "--trust-remote-code",
+        "--json",
+    },
 }
 
 
@@ -190,7 +213,7 @@ def test_flags_are_those_that_are_documented(command: str) -> None:
     [commands] = [a for a in build_parser()._actions if isinstance(a.choices, dict)]
     parser = commands.choices[command]
     flags = {flag for action in parser._actions for flag in action.option_strings} - {"-h", "--help"}
-    assert flags == OWN_FLAGS[command] | (set() if command == "bench" else ENGINE_FLAGS)
+    assert flags == OWN_FLAGS[command] | (set() if command in ("bench", "plan") else ENGINE_FLAGS)
     document = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
     assert [flag for flag in sorted(flags) if f"`{flag}" not in document] == []
 
@@ -283,7 +306,7 @@ def test_embed_truncates_when_asked(
     limit: int,
 ) -> None:
     long = "word and " * 300
-    assert "input 0 has 602 tokens, the limit is 256" in fails(capsys, "embed", "m", long)
+    assert "text 1 has 602 tokens, the limit is 256" in fails(capsys, "embed", "m", long)
     assert main(["embed", "m", long, *flags]) == 0
     np.testing.assert_array_equal(rows(capsys.readouterr().out), expected([long], limit))
 
@@ -641,7 +664,7 @@ def test_unknown_flag_between_texts_is_refused(capsys: pytest.CaptureFixture[str
 
 @pytest.fixture
 def info(engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    monkeypatch.setattr(cli_info, "Engine", lambda config: engine)
+    monkeypatch.setattr(cli_info, "start_engine", lambda config: engine)
     monkeypatch.setattr(engine, "close", lambda: None)
 
     def run(*flags: str) -> str:

@@ -183,6 +183,7 @@ class _Exposition(Collector):
         waiting = GaugeMetricFamily("anypool_queue_requests", "Inputs that wait", labels=["model"])
         tokens = GaugeMetricFamily("anypool_queue_tokens", "Tokens that wait", labels=["model"])
         healthy = GaugeMetricFamily("anypool_healthy", "1 while requests are served", labels=["model"])
+        replicas = GaugeMetricFamily("anypool_replicas", "Replicas that take inputs", labels=["model"])
         for model in self._metrics.models:
             counts, health = model.engine.metrics, model.engine.health()
             for outcome in _OUTCOMES:
@@ -191,8 +192,9 @@ class _Exposition(Collector):
                 tasks.add_metric([model.name, task.value], counts.tasks[task.value])
             waiting.add_metric([model.name], health.waiting_requests)
             tokens.add_metric([model.name], health.waiting_tokens)
-            healthy.add_metric([model.name], health.status in ("alive", "busy"))
-        yield from (inputs, tasks, waiting, tokens, healthy)
+            healthy.add_metric([model.name], health.is_ready)
+            replicas.add_metric([model.name], health.replicas)
+        yield from (inputs, tasks, waiting, tokens, healthy, replicas)
 
     def _tei(self) -> Iterator[Metric]:
         """The names of text-embeddings-inference, whose counters do not end in `_total`."""

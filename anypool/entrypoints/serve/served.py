@@ -60,7 +60,7 @@ class ServedModel:
         self.async_engine = AsyncEngine(engine)
         self.trusts_templates = trusts_templates
         self.fetch_image = fetch_image
-        self.image_input: str | None = getattr(engine.loaded.model, "image_input", None)
+        self.image_input = engine.loaded.facts.image_input
         self.created = int(time.time())
         self.name = served_name(engine)
         self.prompts = NamedPrompts(engine.loaded.recipe.prompts, has_sides=_has_sides(engine))
@@ -93,8 +93,7 @@ class ServedModel:
         Reward models such as Skywork's are saved like a reranker without either.
         """
         loaded = self.engine.loaded
-        is_encoder = getattr(loaded.model, "attn_type", None) == "encoder_only"
-        return is_encoder or loaded.recipe.is_cross_encoder or loaded.rerank_template is not None
+        return loaded.facts.is_encoder or loaded.recipe.is_cross_encoder or loaded.rerank_template is not None
 
     @property
     def source(self) -> str:

@@ -86,13 +86,10 @@ class TwoTowerModel(Backbone):
         )
         self.model = whole.to(device)
 
-    def num_image_tokens(self, tensors: Mapping[str, torch.Tensor]) -> int:
-        """How many tokens an image counts as: its patches."""
-        patch = self.config.raw["vision_config"].get("patch_size", 16)
-        pixels = tensors["pixel_values"]
-        if "spatial_shapes" in tensors:  # patches already
-            return int(pixels.shape[1])
-        return int((pixels.shape[-2] // patch) * (pixels.shape[-1] // patch))
+    @property
+    def patch_size(self) -> int:
+        """Side of the vision tower's patches in pixels."""
+        return int(self.config.raw["vision_config"].get("patch_size", 16))
 
     def forward(
         self,

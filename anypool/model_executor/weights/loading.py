@@ -7,6 +7,7 @@ without the `model.` prefix that separates `XForCausalLM` checkpoints from bare 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from anypool.model_executor.layers.linear import Linear
 from anypool.model_executor.layers.split import Share, all_of
 from anypool.model_executor.weights.checkpoint import Checkpoint
 
+MAP_WEIGHTS = "ANYPOOL_MAP_WEIGHTS"
 _WEIGHT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 Renames = Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
@@ -56,6 +58,9 @@ class Slot:
             raise WeightsError(
                 f"{name}: tensor {stored!r} has shape {list(tensor.shape)}, the model expects {list(self.shape)}"
             )
+        if keeps_mapped() and self._can_be(tensor):
+            self.parameter.data = tensor
+            return
         # A tensor of a file that is mapped is read where it is copied: what other processes hold, they read.
         if self.columns is not None:
             tensor = tensor[:, self.columns.start : self.columns.stop]
@@ -64,6 +69,21 @@ class Slot:
             for rows in all_of(self.shape[0]) if self.rows is None else self.rows:
                 self.parameter[start : start + len(rows)].copy_(tensor[rows.start : rows.stop])
                 start += len(rows)
+
+    def _can_be(self, tensor: torch.Tensor) -> bool:
+        """Whether the parameter can be this tensor as it is, rather than a copy of it."""
+        own = self.parameter
+        is_alike = (own.shape, own.dtype, own.device) == (tensor.shape, tensor.dtype, tensor.device)
+        return is_alike and self.columns is None and tensor.is_contiguous()
+
+
+def keeps_mapped() -> bool:
+    """Whether weights stay in the mapped file of their checkpoint where they can be used as they are.
+
+    Processes share such pages, and replicas are started so. Whoever writes over the file then writes over the weights,
+    so an engine by itself copies them.
+    """
+    return os.environ.get(MAP_WEIGHTS) == "1"
 
 
 def materialize(model: nn.Module, *, device: torch.device, dtype: torch.dtype) -> set[str]:

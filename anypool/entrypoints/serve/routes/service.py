@@ -41,10 +41,14 @@ def live(state: ServerState, exchange: Exchange) -> Response:
 
 
 def ready(state: ServerState, exchange: Exchange) -> Response:
-    """Whether requests should be sent here: as `live`, and 503 from SIGTERM on."""
+    """Whether requests should be sent here: as `live`, and 503 from SIGTERM on, and while no replica works."""
     if state.is_draining:
         raise HTTPError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "1"})
-    return live(state, exchange)
+    answer = live(state, exchange)
+    for model in state.models:
+        if not (health := model.engine.health()).is_ready:
+            raise EngineDeadError(f"the engine runs nothing now: {health.message}")
+    return answer
 
 
 def version(state: ServerState, exchange: Exchange) -> Response:

@@ -1,0 +1,183 @@
+"""One replica as the front sees it: what it is running, and its life from start to restart."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Protocol
+
+from anypool.engine.health import Health
+from anypool.engine.replicas.process import ReplicaProcess
+from anypool.engine.replicas.wire import Report, pack_request
+from anypool.engine.request import Request
+from anypool.errors import AnypoolError, EngineError
+
+logger = logging.getLogger(__name__)
+
+# A replica that fails to start this many times in a row is given up.
+MOST_STARTS = 3
+# One that lived at least so many seconds is started again at once; others wait, each time longer, up to the second.
+_SETTLED_S, _LONGEST_PAUSE_S = 30.0, 30.0
+
+
+class Front(Protocol):
+    """What a replica tells its front, on its own thread."""
+
+    def took(self, replica: Replica, report: Report, content: bytearray, requests: list[Request]) -> None:
+        """Requests have ended, in the order of the report."""
+
+    def lost(self, replica: Replica, requests: list[Request], reason: str) -> None:
+        """It died with these requests."""
+
+
+class Replica:
+    """A replica, started again when it dies.
+
+    Args:
+        name: For the log.
+        process: The one that is ready first.
+        start: Starts another one.
+        front: Whom to tell.
+        changed: Held around everything that is not private, and notified when it changes.
+
+    Attributes:
+        in_flight: What it has been given and has not answered, by number.
+        tokens: Of these.
+        is_ready: Whether it takes requests.
+        is_given_up: Whether it is not started any more.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        process: ReplicaProcess,
+        start: Callable[[], ReplicaProcess],
+        front: Front,
+        changed: threading.Condition,
+    ) -> None:
+        self.name = name
+        self.in_flight: dict[int, Request] = {}
+        self.tokens = 0
+        self.is_ready, self.is_given_up = True, False
+        self._process, self._start_process, self._front, self._changed = process, start, front, changed
+        self._numbers = itertools.count()
+        self._health: Health | None = None
+        self._heard = time.monotonic()
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._live, name=f"anypool-{name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether it runs a request that killed one before, which is to have no company."""
+        return any(request.has_killed for request in itertools.islice(self.in_flight.values(), 1))
+
+    def is_stuck(self, after_s: float) -> bool:
+        """Whether its engine says so, or it has said nothing for so long although it has work."""
+        says_so = self._health is not None and self._health.status == "stuck"
+        return bool(self.in_flight) and (says_so or time.monotonic() - self._heard > after_s)
+
+    def send(self, requests: Sequence[Request]) -> None:
+        """Gives it requests."""
+        if not self.in_flight:
+            self._heard = time.monotonic()
+        sent = []
+        for request in requests:
+            number = next(self._numbers)
+            self.in_flight[number] = request
+            self.tokens += len(request)
+            sent.append(pack_request(number, request))
+        process = self._process
+        process.post(sent)
+        for one, request in zip(sent, requests, strict=True):
+            request.future.add_done_callback(partial(_pass_on, process, one.number))
+
+    def close(self) -> None:
+        """Ends it, and with it whatever it runs."""
+        self._is_closing.set()
+        self._process.kill()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _live(self) -> None:
+        while True:
+            began = time.monotonic()
+            try:
+                self._listen()
+            except EOFError:
+                pass
+            except Exception:  # what it says cannot be read: it is of no use any more
+                logger.exception("%s is ended, since its answer cannot be read", self.name)
+                self._process.kill()
+            with self._changed:
+                self.is_ready = False
+            reason = self._process.end()
+            with self._changed:
+                lost, self.in_flight, self.tokens, self._health = list(self.in_flight.values()), {}, 0, None
+            if not self._is_closing.is_set():
+                logger.error("%s %s with %d requests; it is started again", self.name, reason, len(lost))
+            self._front.lost(self, lost, reason)
+            if not self._restart(0.0 if time.monotonic() - began > _SETTLED_S else 0.5):
+                return
+
+    def _listen(self) -> None:
+        """Passes on what it reports, until it reports no more."""
+        while True:
+            report, content = self._process.receive()
+            assert isinstance(report, Report)
+            with self._changed:
+                self._heard, self._health = time.monotonic(), report.health
+                requests = [self.in_flight.pop(one.number) for one in report.ended]
+                self.tokens -= sum(map(len, requests))
+                self._changed.notify()
+            try:
+                self._front.took(self, report, content, requests)
+            except Exception as error:  # nobody may be left waiting; those that have their answers keep them
+                for request in requests:
+                    request.fail(EngineError(f"the answer of {self.name} cannot be read: {error!r}"))
+                raise
+
+    def _restart(self, pause_s: float) -> bool:
+        """Starts it again, after a pause; False where it is closing, or given up."""
+        for _ in range(MOST_STARTS):
+            if self._is_closing.wait(pause_s):
+                return False
+            try:
+                self._process = self._start_process()
+                if self._is_closing.is_set():  # too late for `close` to see this process
+                    self._process.kill()
+                self._process.wait_until_ready()
+            except (AnypoolError, OSError) as error:
+                if self._is_closing.is_set():
+                    self._process.end()
+                    return False
+                logger.error("%s cannot be started again: %s", self.name, error)
+                pause_s = min(max(1.0, 2 * pause_s), _LONGEST_PAUSE_S)
+                continue
+            with self._changed:
+                self.is_ready = True
+                self._changed.notify()
+            logger.info("%s is ready again", self.name)
+            return True
+        logger.error("%s is given up after %d attempts to start it", self.name, MOST_STARTS)
+        with self._changed:
+            self.is_given_up = True
+            self._changed.notify()
+        return False
+
+
+def _pass_on(process: ReplicaProcess, number: int, future: Future[Any]) -> None:
+    """Tells the process that nobody waits for a request any more."""
+    if future.cancelled():
+        process.post(cancelled=[number])

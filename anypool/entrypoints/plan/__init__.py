@@ -1,0 +1,1 @@
+"""What embedding a collection takes: memory, time, cost and storage, from a model's configuration."""
