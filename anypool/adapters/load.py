@@ -15,9 +15,12 @@ from anypool.adapters.head_choice import Beside, choose_template, find_beside, p
 from anypool.adapters.heads import Head
 from anypool.adapters.late_interaction import build_token_head
 from anypool.adapters.layer_weights import mix_layers
+from anypool.adapters.lora import LoRAModel, merge
+from anypool.adapters.lora_places import Places
 from anypool.adapters.module_head import build_head
 from anypool.adapters.multi_vector import MultiVector, Vocabulary, serve_token_vectors, token_vector_defaults
 from anypool.adapters.opened import OpenedModel, open_model
+from anypool.adapters.peft_repository import with_heads
 from anypool.adapters.placement import pick_device, pick_dtype
 from anypool.adapters.pooling_model import as_pooling_model, score_poolers
 from anypool.adapters.quantization import Quantization, quantize, require_int8
@@ -29,6 +32,7 @@ from anypool.config import EngineConfig, PoolerConfig
 from anypool.errors import CheckpointFormatError, ConfigError
 from anypool.model_executor.degrees import require_degree
 from anypool.model_executor.distributed import ranks
+from anypool.model_executor.layers.lora import LoRASlots
 from anypool.model_executor.layers.packing import pack_linears
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import is_pooling_model, load_backbone
@@ -62,6 +66,7 @@ class LoadedModel:
         device, dtype: Where and in what the backbone runs.
         quantization: What was quantised and how close it is; None where nothing was.
         multi_vector: How queries and documents are read, where the checkpoint is about token vectors.
+        lora: The model as one that takes LoRA adapters; None where requests may name none.
     """
 
     model: nn.Module
@@ -79,6 +84,7 @@ class LoadedModel:
     dtype: torch.dtype
     quantization: Quantization | None = None
     multi_vector: MultiVector | None = None
+    lora: LoRAModel | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +136,7 @@ def load_pooling_model(
     dtype = pick_dtype(engine.dtype, config, device, quantized=engine.quantization is not None)
     if engine.quantization is not None:
         require_int8(device, dtype)
-    checkpoint = open_checkpoint(opened.backbone.base or opened.backbone)
+    checkpoint = with_heads(open_checkpoint(opened.backbone.base or opened.backbone), opened.adapters)
     beside = Beside() if is_pooling_model(model_cls) else find_beside(engine, opened, checkpoint, user, token_id)
     if beside.bge_m3 is not None and opened.recipe.types is None:
         opened = replace(opened, recipe=replace(opened.recipe, types=(PoolingType.CLS,), normalize=True))
@@ -146,6 +152,8 @@ def load_pooling_model(
     else:
         _install_poolers(model, opened, vectors, beside, settings, user, device=device, dtype=dtype)
     model.eval()
+    claimed = beside.claimed | vectors.claimed
+    lora = _take_adapters(engine, model, opened, beside, claimed, dtype=dtype, device=device)
     quantization = None
     if engine.quantization is not None:
         compared = (PoolingType.MEAN,) if is_pooling_model(model_cls) else vectors.types
@@ -169,6 +177,7 @@ def load_pooling_model(
         dtype=dtype,
         quantization=quantization,
         multi_vector=vectors.multi_vector,
+        lora=lora,
     )
 
 
@@ -283,6 +292,28 @@ def _install_poolers(
     if beside.bge_m3 is not None:
         for task, pooler in beside.bge_m3.poolers.items():
             model.pooler.install(task, pooler.to(device))
+
+
+def _take_adapters(
+    engine: EngineConfig, model: Any, opened: OpenedModel, beside: Beside, claimed: frozenset[str], **how: Any
+) -> LoRAModel | None:
+    """Merges the adapters of a checkpoint, and makes room for those of requests where they may name some."""
+    if not (opened.adapters or engine.enable_lora):
+        return None
+    config = opened.config
+    if ranks().size > 1:
+        raise ConfigError(
+            f"{config.name}: LoRA adapters need a whole model in one process: leave tensor_parallel_size and "
+            "pipeline_parallel_size at 1, or merge the adapter with peft and save the result"
+        )
+    places = Places(model, head=beside.head, recipe=opened.recipe, claimed=claimed)
+    if not places.are_linear:
+        raise ConfigError(f"{config.name} has no linear layers that LoRA could be added to: leave it out")
+    for adapter in opened.adapters:
+        merge(places, adapter)
+    if not engine.enable_lora:
+        return None
+    return LoRAModel(model, places, LoRASlots(engine.max_loras, engine.max_lora_rank, **how))
 
 
 def _quantize(

@@ -30,6 +30,7 @@ from anypool.engine.prompt_options import PromptOptions
 from anypool.engine.prompts import Prompt, TextPair
 from anypool.engine.request import Request, check_new, check_turn, leaves
 from anypool.engine.scheduler import Scheduler
+from anypool.engine.setup import read_adapters
 from anypool.engine.start import start
 from anypool.engine.tokenization import Tokenizer
 from anypool.errors import EngineDeadError
@@ -74,7 +75,8 @@ class Engine:
         self.config, self.tokenizer, self.loaded = config, tokenizer, loaded
         self.max_model_len = config.max_model_len
         self.metrics = EngineMetrics()
-        self._preparation = Preparation(loaded, tokenizer, self.max_model_len)
+        self.lora = read_adapters(config, loaded)
+        self._preparation = Preparation(loaded, tokenizer, self.max_model_len, self.lora)
         self._scheduler = Scheduler(max_tokens=config.max_num_batched_tokens, max_seqs=config.max_num_seqs)
         self._admission = Admission(self._scheduler)
         self._flights: deque[Flight] = deque()
@@ -317,8 +319,11 @@ class Engine:
         due = [request for request in requests if request not in gone] if gone else requests
         self.metrics.started([request for request in due if not request.started], now)
         is_long = len(due) == 1 and len(due[0]) > self._scheduler.max_tokens and due[0].num_keys is None
-        if due:
-            self._launch(due, in_chunks=is_long and bool(self.config.enable_chunked_prefill))
+        if not due:
+            return
+        first, *rest = [due] if self.lora is None else self.lora.batches(due)
+        self._again.extendleft(reversed(rest))
+        self._launch(first, in_chunks=is_long and bool(self.config.enable_chunked_prefill))
 
     def _launch(self, requests: Sequence[Request], *, in_chunks: bool) -> None:
         """Launches whole prompts, or the next chunk of a long one, and queues what is left of that."""
@@ -329,7 +334,8 @@ class Engine:
         try:
             if self._cache is not None and in_chunks:
                 self._long = flight.long = self._long or self._cache.begin(requests[0])
-            work = flight.plan(self._cache, pad_token_id=self.loaded.config.pad_token_id)
+            adapters = () if self.lora is None else self.lora.place(requests)
+            work = flight.plan(self._cache, pad_token_id=self.loaded.config.pad_token_id, adapters=adapters)
             flight.in_flight = self._executor.launch(work)
         except Exception as error:  # anything a model may raise; it goes to the request that caused it
             failure = error

@@ -48,15 +48,15 @@ class Flight:
         """How many were tried at once."""
         return self.budget if self.in_chunks else sum(map(len, self.requests))
 
-    def plan(self, cache: KVCache | None, *, pad_token_id: int | None) -> Work:
-        """Decides what is computed of each prompt, and packs it."""
+    def plan(self, cache: KVCache | None, *, pad_token_id: int | None, adapters: Sequence[int] = ()) -> Work:
+        """Decides what is computed of each prompt, and packs it with the slots of their LoRA adapters."""
         if self.long is not None:
             self.pieces = [self.long.next_piece(self.budget)]
         elif cache is not None:
             self.pieces = cache.whole(self.requests)
         else:
             self.pieces = [Piece(request, len(request)) for request in self.requests]
-        batch = make_batch(self.pieces, torch.device("cpu"), pad_token_id=pad_token_id, cache=cache)
+        batch = make_batch(self.pieces, torch.device("cpu"), pad_token_id=pad_token_id, cache=cache, adapters=adapters)
         if self.long is None:
             further = [[one.plan for one in request.also] for request in self.requests]
             return Work(batch, [request.plan for request in self.requests], further)

@@ -13,6 +13,7 @@ from anypool.engine.assembly import Assembly
 from anypool.engine.fitting import Fitted, Fitting
 from anypool.engine.image_prompts import ImagePrompts
 from anypool.engine.lookup import Lookup
+from anypool.engine.lora import LoRAManager, assign, find_adapters
 from anypool.engine.prompt_encoding import PromptEncoding
 from anypool.engine.prompt_options import PromptOptions
 from anypool.engine.prompts import ImagePrompt, Prompt, TextPair, check_prompt
@@ -58,14 +59,22 @@ class Preparation:
         loaded: The model.
         tokenizer: Its tokenizer; None where prompts are token ids only.
         max_model_len: Longest prompt in tokens that is run as one.
+        lora: The adapters that prompts may be run with; None where there are none.
 
     Raises:
         ConfigError: What the user says about windows contradicts the model.
     """
 
-    def __init__(self, loaded: LoadedModel, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+        lora: LoRAManager | None = None,
+    ) -> None:
         self.loaded = loaded
         self.tokenizer = tokenizer
+        self._lora = lora
         self._fitting = Fitting(loaded, tokenizer, max_model_len)
         self._images = ImagePrompts(loaded, max_model_len)
         self._encoding = PromptEncoding(loaded.recipe, self._fitting, self._images)
@@ -97,6 +106,19 @@ class Preparation:
             raise InvalidPromptError(f"prompts={prompts!r:.80} is not a list of prompts")
         tasks = (task,) if isinstance(task, PoolingTask) else tuple(task)
         plans = self._plans(len(prompts), tasks, params)
+        adapters = find_adapters(self._lora, options.lora_request, len(prompts))
+        requests = self._prepare(prompts, tasks, plans, options)
+        if any(adapters):
+            assign(requests, adapters)
+        return requests
+
+    def _prepare(
+        self,
+        prompts: Sequence[Any],
+        tasks: Sequence[PoolingTask],
+        plans: Sequence[tuple[PoolingPlan, ...]],
+        options: PromptOptions,
+    ) -> list[Request]:
         if PoolingTask.SPARSE_EMBED in tasks or self.loaded.defaults.sides is not None:
             return self._by_side(prompts, plans, options)
         if PoolingTask.TOKEN_EMBED in tasks and self._token_vectors is not None:

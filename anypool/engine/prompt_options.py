@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from anypool.config import LoRARequest
 from anypool.engine.prompts import ImagePrompt
 from anypool.errors import InvalidParameterError
 
@@ -21,6 +22,8 @@ class PromptOptions:
         special_tokens: Whether texts get the tokenizer's special tokens; False for texts that hold them already, such
             as rendered chats. Pairs always get theirs.
         is_rendered: Whether texts have been through a chat template already.
+        lora_request: The LoRA adapter that prompts are run with, or the name of one that is known; one for all of them
+            or one per prompt, None for the model as it is.
     """
 
     prompt_name: str | None = None
@@ -29,6 +32,7 @@ class PromptOptions:
     truncation_side: str | None = None
     special_tokens: bool = True
     is_rendered: bool = False
+    lora_request: LoRARequest | str | Sequence[LoRARequest | str | None] | None = None
 
     def or_prompt(self, name: str | None) -> PromptOptions:
         """These, with the checkpoint's prompt of a name where the caller asks for none."""

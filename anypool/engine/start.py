@@ -68,7 +68,8 @@ def start(config: EngineConfig) -> Started:
 def _start_alone(config: EngineConfig) -> Started:
     tokenizer, loaded = run_apart(partial(load, config))
     resolved = resolve(config, loaded, tokenizer)
-    runner = PoolingModelRunner(loaded.model, loaded.device, enforce_eager=config.enforce_eager)
+    slots = None if loaded.lora is None else loaded.lora.slots
+    runner = PoolingModelRunner(loaded.model, loaded.device, enforce_eager=config.enforce_eager, lora=slots)
     return _started(resolved, tokenizer, loaded, make_cache(resolved, loaded), LocalExecutor(runner))
 
 

@@ -142,6 +142,17 @@ def _scores(labels: int, activation: str, index: torch.Tensor | None) -> Callabl
     )
 
 
+def _lora(
+    size: int, outputs: int, rank: int, dtype: torch.dtype, *, slots: int = 4, offset: int = 0
+) -> Callable[[Any], None]:
+    def call(module: Any) -> None:
+        lora = module.LoRAStack(slots, rank, size, outputs, dtype=dtype, device="cpu")
+        y_TO = torch.empty(300, outputs + 2 * offset, dtype=dtype)[:, offset : offset + outputs]
+        module.segmented_lora(y_TO, torch.empty(300, size, dtype=dtype), lora, torch.zeros(300, dtype=torch.int32))
+
+    return call
+
+
 _INDEX = torch.zeros(7, dtype=torch.int64)
 _SKIPS = torch.zeros(2, dtype=torch.int32)
 
@@ -197,6 +208,14 @@ CALLS: dict[str, list[Callable[[Any], None]]] = {
         lambda m: m.gated(torch.empty(9, 512, dtype=_F16), "gelu"),
         lambda m: m.gated(torch.empty(1, 2, dtype=_F32), "silu"),
         lambda m: m.gated(torch.empty(9, 66, dtype=_F32), "relu"),
+    ],
+    "segmented_lora": [
+        _lora(4096, 1024, 16, _BF16, offset=1024),
+        _lora(12288, 4096, 64, _BF16),
+        _lora(1024, 4096, 256, _F16),
+        _lora(384, 384, 8, _F32),
+        _lora(33, 1, 1, _F32, slots=1, offset=1),
+        _lora(1, 33, 3, _F16),
     ],
 }  # fmt: skip
 

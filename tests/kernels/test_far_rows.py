@@ -10,7 +10,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from anypool.kernels import gated, maxsim, rms_norm, rotary, score_head, segment_pool, token_pool, varlen_attention
+from anypool.kernels import (
+    gated,
+    maxsim,
+    rms_norm,
+    rotary,
+    score_head,
+    segment_pool,
+    segmented_lora,
+    token_pool,
+    varlen_attention,
+)
 from anypool.kernels.varlen_attention import PagedKeys
 from tests.kernels.conftest import assert_near, bounds
 
@@ -60,6 +70,13 @@ def late(rows: torch.Tensor) -> torch.Tensor:
     return maxsim.maxsim_pairs(rows, cu, rows, cu, pairs)
 
 
+def adapted(rows: torch.Tensor) -> torch.Tensor:
+    lora = segmented_lora.LoRAStack(2, 4, SIZE, 8, dtype=rows.dtype, device=rows.device)
+    lora.put(1, rows[:4], torch.ones(8, 4, device=rows.device), 0.1)
+    belongs = segmented_lora.LoRARows.pack((-1, 1), (2, 4), device=rows.device)
+    return segmented_lora.segmented_lora(torch.zeros_like(rows[:, :8]), rows, lora, belongs)
+
+
 CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": lambda rows: segment_pool.segment_pool(rows, bounds((1, 5), rows.device), "MEAN"),
     "last": lambda rows: segment_pool.segment_pool(rows, bounds((1, 5), rows.device), "LAST", normalize=True),
@@ -70,6 +87,7 @@ CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "norm": lambda rows: rms_norm.rms_norm(rows, torch.ones_like(rows[0]), eps=1e-6, residual=rows)[0],
     "turned": lambda rows: rotary.apply_rotary(rows.unflatten(1, (3, 16)), angles(rows), angles(rows)),
     "maxsim": late,
+    "adapters": adapted,
     "attention": attend,
     "attention to slots": attend_to_slots,
 }

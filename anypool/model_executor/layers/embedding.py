@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from anypool.model_executor.distributed import sum_over_ranks
 from anypool.model_executor.layers.split import vocabulary_share
+
+if TYPE_CHECKING:
+    from anypool.model_executor.layers.lora import EmbeddingLoRA
 
 
 class Embedding(nn.Module):
@@ -17,7 +22,12 @@ class Embedding(nn.Module):
         rows: Vocabulary size.
         size: Size of a row.
         split: Whether processes that hold a model together have a part of the rows each.
+
+    Attributes:
+        lora: What low-rank adapters do to the rows; None where none has anything for this table.
     """
+
+    lora: EmbeddingLoRA | None = None
 
     def __init__(self, rows: int, size: int, *, split: bool = False) -> None:
         super().__init__()
@@ -28,7 +38,8 @@ class Embedding(nn.Module):
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         if not self.split:
-            return F.embedding(ids_T, self.weight)
+            y = F.embedding(ids_T, self.weight)
+            return self.lora.apply(y, ids_T) if self.lora is not None and self.lora.is_active else y
         own_T = ids_T - self.rows.start
         is_elsewhere_T = (own_T < 0) | (own_T >= len(self.rows))
         if not self.rows:

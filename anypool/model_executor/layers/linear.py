@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,9 @@ from anypool.model_executor.distributed import ranks, sum_over_ranks
 from anypool.model_executor.layers.activation import Activation
 from anypool.model_executor.layers.products import MakeProduct, Product
 from anypool.model_executor.layers.split import Share, Split, all_of, even_share
+
+if TYPE_CHECKING:
+    from anypool.model_executor.layers.lora import LinearLoRA
 
 
 class Linear(nn.Module):
@@ -38,10 +41,17 @@ class Linear(nn.Module):
         split: How it is split; None for a layer that every process holds.
         rows: Of a layer split by columns, the rows of each part that this process has, or of the whole under "" where
             there are no parts; by default an equal share.
+
+    Attributes:
+        products: The ways that `pack` has put in place.
+        lora: What low-rank adapters add to W x + b; None where none has anything for this layer.
     """
 
     # How many products the weight is cut into when it is packed.
     pieces = 1
+    # Whether the checkpoint has the weight the other way round, as GPT-2's do.
+    is_stored_turned = False
+    lora: LinearLoRA | None = None
 
     def __init__(
         self,
@@ -75,6 +85,14 @@ class Linear(nn.Module):
     ) -> torch.Tensor:
         """act(x W^T + b), or x W^T + b + add."""
         assert act is None or add is None
+        if self.lora is not None and self.lora.is_active:
+            y = self.lora.add_to(self._product(x, add=add), x)
+            return y if act is None else act(y)
+        return self._product(x, act=act, add=add)
+
+    def _product(
+        self, x: torch.Tensor, *, act: Activation | None = None, add: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if self.split == "row":
             y = sum_over_ranks(self.products[0](x) if self.products else F.linear(x, self.weight))
             if self.bias is not None:
@@ -142,10 +160,16 @@ class GatedLinear(Linear):
         return even_share(size, blocks=1 if self.parts else self.pieces)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        lora = self.lora if self.lora is not None and self.lora.is_active else None
         if self.products:
             gate, up = self.products
-            return gate.gated(x, up, self.act)
+            if lora is None:
+                return gate.gated(x, up, self.act)
+            half = self.out_features // 2
+            return self.act(lora.add_to(gate(x), x)) * lora.add_to(up(x), x, start=half)
         both = F.linear(x, self.weight, self.bias)
+        if lora is not None:
+            lora.add_to(both, x)
         if both.dim() == 2 and self.act.kernel is not None and uses_triton(both):
             return gated(both, self.act.kernel)
         gated_TF, y = both.chunk(2, dim=-1)

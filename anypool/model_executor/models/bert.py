@@ -95,6 +95,7 @@ class BertModel(Backbone):
     can_capture = True
     takes_fewer_keys = True
     gives_layers = True
+    mixes_adapters = True
     stages = Stages("layers", first=("embeddings",))
     can_split = True
     checkpoint_renames: ClassVar[Renames] = (

@@ -160,6 +160,7 @@ class DecoderForCausalLM(Backbone):
     default_pooling_type = "LAST"
     takes_fewer_keys = True
     gives_layers = True
+    mixes_adapters = True
     can_split = True
     stages = Stages("model.layers", first=("model.embed_tokens",), last=("model.norm",))
     style: ClassVar[DecoderStyle] = DecoderStyle()

@@ -29,6 +29,8 @@ class Backbone(nn.Module):
         ignored_checkpoint_names: Regular expressions of tensors that a checkpoint may hold and nobody needs.
         has_attention_bias: Whether a table is added to the scores of every layer.
         gives_layers: Whether `forward` takes `output_layers`.
+        mixes_adapters: Whether the texts of a batch may have different LoRA adapters: every linear layer sees the
+            packed rows of the batch, in their order. Where nobody says so, a batch has one adapter.
         can_split: Whether several processes may hold a model together: its layers say how they are split, and its
             attention computes the heads of this process (`layers.split`).
         stages: How `forward` may be cut into pipeline stages: given `intermediate`, it begins with the layers. None for
@@ -55,6 +57,7 @@ class Backbone(nn.Module):
     ignored_checkpoint_names: ClassVar[Sequence[str]] = ()
     has_attention_bias: ClassVar[bool] = False
     gives_layers: ClassVar[bool] = False
+    mixes_adapters: ClassVar[bool] = False
     can_split: ClassVar[bool] = False
     stages: ClassVar[Stages | None] = None
     image_input: ClassVar[Literal["tower", "page", "inline"] | None] = None

@@ -103,6 +103,7 @@ class ModernBertModel(Backbone):
     default_pooling_type = "MEAN"
     takes_fewer_keys = True
     gives_layers = True
+    mixes_adapters = True
     stages = Stages("layers", first=("embeddings",), last=("final_norm",))
     can_split = True
     checkpoint_renames = ((r"^model\.", ""),)
