@@ -13,8 +13,8 @@ import triton.language as tl
 from anypool.kernels.dispatch import next_power_of_two, with_plain_rows
 from anypool.kernels.segmented_lora.stack import LoRAStack
 
-# Columns of x that are worth a program, and the most sums that the second launch adds. With one program for all columns a
-# short batch would have too few. How many there are may not depend on the batch, or a row's last digits would.
+# Columns of x that are worth a program, and the most sums that are added later: with one program for all columns a
+# short batch has too few. How many there are may not depend on the batch, or a row's last digits would.
 _SPAN = 1024
 _PARTS = 4
 
