@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from anypool.adapters.heads import HeadLayer, HeadRecipe, register_head
 from anypool.adapters.pooling_model import as_pooling_model
-from anypool.config import EngineConfig, PoolerConfig
+from anypool.config import EngineConfig, LoRARequest, PoolerConfig
 from anypool.engine.async_engine import AsyncEngine, ServingOptions
 from anypool.entrypoints.llm import LLM
 from anypool.errors import AnypoolError
@@ -51,6 +51,7 @@ __all__ = [
     "EngineConfig",
     "HeadLayer",
     "HeadRecipe",
+    "LoRARequest",
     "ModelRegistry",
     "MultiTaskOutput",
     "MultiTaskRequestOutput",

@@ -207,12 +207,35 @@ def _check_windows(config: PoolerConfig) -> None:
         )
 
 
+@dataclass(frozen=True)
+class LoRARequest:
+    """A low-rank adapter that a request is run with.
+
+    Args:
+        lora_name: What it is called.
+        lora_int_id: A number of its own, from 1 on.
+        lora_path: Its folder, or its hub id.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        for name in ("lora_name", "lora_path"):
+            value = getattr(self, name)
+            require(isinstance(value, str) and value != "", f"LoRARequest: {name}={value!r} is not a text")
+        require(
+            is_int(self.lora_int_id) and self.lora_int_id > 0,
+            f"LoRARequest: lora_int_id={self.lora_int_id!r} is not a number from 1 on",
+        )
+
+
 # Arguments that users of vLLM pass and that have only their neutral value here.
 _NOT_YET: Mapping[str, Any] = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
-    "enable_lora": False,
 }
 # Arguments of vLLM that change no result here, and are accepted so that its users' code runs.
 _HARMLESS = ("disable_log_stats", "seed", "swap_space")
@@ -279,6 +302,13 @@ class EngineConfig:
     gpu_memory_utilization: float = _setting(0.9, "most of a GPU's memory that is taken, as a share; none is reserved")
     stuck_after_s: float = _setting(120.0, "seconds after which a forward pass that has not ended is called stuck")
     download_dir: str | None = _setting(None, "where hub downloads are kept")
+    lora: str | None = _setting(None, "folder or hub id of a LoRA adapter that is merged into the weights")
+    enable_lora: bool = _setting(False, "let each request name a LoRA adapter that it is run with")
+    lora_modules: Mapping[str, str] | None = _setting(
+        None, "LoRA adapters that are read at the start: folder or hub id by name"
+    )
+    max_loras: int = _setting(4, "most LoRA adapters in memory, and in one forward pass")
+    max_lora_rank: int = _setting(16, "highest rank of a LoRA adapter that requests name")
     served_model_name: str | None = _setting(
         None, "the model's name over HTTP; by default its hub id, or its folder's name"
     )
@@ -312,7 +342,16 @@ class EngineConfig:
             re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None,
             f"device={self.device!r} is unknown; known: auto, cpu, cuda, cuda:N",
         )
-        for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "max_queued_tokens", "block_size"):
+        _check_loras(self)
+        for name in (
+            "max_model_len",
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "max_queued_tokens",
+            "block_size",
+            "max_loras",
+            "max_lora_rank",
+        ):
             value = getattr(self, name)
             require(
                 value is None or (is_int(value) and value > 0),
@@ -385,6 +424,18 @@ class EngineConfig:
 
     def replace(self, **changes: Any) -> EngineConfig:
         return dataclasses.replace(self, **changes)
+
+
+def _check_loras(config: EngineConfig) -> None:
+    modules = config.lora_modules
+    is_named = isinstance(modules, Mapping) and all(
+        isinstance(one, str) and one for pair in modules.items() for one in pair
+    )
+    require(modules is None or is_named, f"lora_modules={modules!r} is not a mapping of names to folders or hub ids")
+    require(
+        modules is None or config.enable_lora,
+        f"lora_modules={modules!r} has no effect without enable_lora=True; lora= merges a single adapter",
+    )
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -25,6 +25,7 @@ PUBLIC = [
     "EngineConfig",
     "HeadLayer",
     "HeadRecipe",
+    "LoRARequest",
     "ModelRegistry",
     "MultiTaskOutput",
     "MultiTaskRequestOutput",

@@ -18,7 +18,10 @@ from anypool.adapters.heads import Head, find_head
 from anypool.adapters.late_interaction import build_token_head, read_late_interaction
 from anypool.adapters.layer_weights import mix_layers
 from anypool.adapters.lm_head_rows import head_from_config, manifest_head, rows_head
+from anypool.adapters.lora import LoRAModel, merge
+from anypool.adapters.lora_places import Places
 from anypool.adapters.multi_vector import MultiVector, Vocabulary, serve_token_vectors, token_vector_defaults
+from anypool.adapters.peft_repository import base_of, classifier_of, open_adapter, refuse_another_model, with_heads
 from anypool.adapters.pooling_model import as_pooling_model, score_poolers
 from anypool.adapters.quantization import Quantization, quantize, require_int8
 from anypool.adapters.rerank_templates import (
@@ -35,6 +38,7 @@ from anypool.adapters.settings import Setting, pooling_defaults, resolve_setting
 from anypool.adapters.sparse import Backing, SparseHead, find_sparse_head
 from anypool.config import EngineConfig, PoolerConfig
 from anypool.errors import CheckpointFormatError, ConfigError
+from anypool.model_executor.layers.lora import LoRASlots
 from anypool.model_executor.layers.packing import pack_linears
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import is_pooling_model, load_backbone
@@ -42,7 +46,9 @@ from anypool.model_executor.models.static import table_size
 from anypool.model_executor.registry import ModelRegistry
 from anypool.model_executor.weights.checkpoint import Checkpoint, open_checkpoint
 from anypool.model_executor.weights.loading import construct
-from anypool.model_executor.weights.repository import Repository
+from anypool.model_executor.weights.lora import CONFIG as ADAPTER
+from anypool.model_executor.weights.lora import PeftAdapter
+from anypool.model_executor.weights.repository import TOKENIZER_FILES, Repository
 from anypool.pooling.methods import PoolingType
 from anypool.pooling.plan import PoolingDefaults
 from anypool.pooling.pooler import EmbedPooler, Pooler
@@ -69,6 +75,7 @@ class LoadedModel:
         device, dtype: Where and in what the backbone runs.
         quantization: What was quantised and how close it is; None where nothing was.
         multi_vector: How queries and documents are read, where the checkpoint is about token vectors.
+        lora: The model as one that takes LoRA adapters; None where requests may name none.
     """
 
     model: nn.Module
@@ -85,6 +92,7 @@ class LoadedModel:
     dtype: torch.dtype
     quantization: Quantization | None = None
     multi_vector: MultiVector | None = None
+    lora: LoRAModel | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +104,16 @@ class OpenedModel:
         backbone: Those of the transformer, which may lie in a folder of their own.
         config: What config.json says.
         recipe: What the sentence-transformers files say.
+        tokenizer: Where the tokenizer is, where the user names no other.
+        adapters: LoRA adapters that are merged into it.
     """
 
     repository: Repository
     backbone: Repository
     config: ModelConfig
     recipe: Recipe
+    tokenizer: Repository
+    adapters: tuple[PeftAdapter, ...] = ()
 
 
 def open_model(engine: EngineConfig) -> OpenedModel:
@@ -109,8 +121,20 @@ def open_model(engine: EngineConfig) -> OpenedModel:
     repository = Repository.open(engine.model, revision=engine.revision, cache_dir=engine.download_dir)
     repository = with_base(repository, cache_dir=engine.download_dir)
     recipe = read_late_interaction(repository) or read_recipe(repository)
-    backbone = repository.subfolder(recipe.backbone)
-    overrides = engine.hf_overrides
+    backbone = tokenizer = repository.subfolder(recipe.backbone)
+    adapters: list[PeftAdapter] = []
+    if backbone.base is None and backbone.exists(ADAPTER):
+        adapters.append(PeftAdapter.read(backbone))
+        base = base_of(adapters[0], cache_dir=engine.download_dir)
+        base_recipe = read_late_interaction(base) or read_recipe(base)
+        if not repository.exists("modules.json"):
+            repository, recipe = base, base_recipe
+        backbone = base.subfolder(base_recipe.backbone)
+        refuse_another_model(tokenizer, backbone)
+        tokenizer = tokenizer if any(map(tokenizer.exists, TOKENIZER_FILES)) else backbone
+    if engine.lora is not None:
+        adapters.append(open_adapter(Repository.open(engine.lora, cache_dir=engine.download_dir)))
+    overrides = {**classifier_of(adapters, backbone), **(engine.hf_overrides or {})} or None
     if recipe.multi_vector is not None and recipe.multi_vector.projection is not None:
         overrides = {"architectures": [], **(overrides or {})}  # the one there is stands for any backbone
     if recipe.static is not None:
@@ -124,7 +148,14 @@ def open_model(engine: EngineConfig) -> OpenedModel:
         config = config.replace(is_matryoshka=False)
         asked = None if engine.pooler_config is None else engine.pooler_config.dimensions
         recipe = recipe if asked is None else choose_dense(repository, recipe, folders, asked)
-    return OpenedModel(repository=repository, backbone=backbone, config=config, recipe=recipe)
+    return OpenedModel(
+        repository=repository,
+        backbone=backbone,
+        config=config,
+        recipe=recipe,
+        tokenizer=tokenizer,
+        adapters=tuple(adapters),
+    )
 
 
 def load_pooling_model(
@@ -171,7 +202,7 @@ def load_pooling_model(
     if engine.quantization is not None:
         require_int8(device, dtype)
     find_wording(config)  # which is an error where it is not known
-    checkpoint = open_checkpoint(opened.backbone.base or opened.backbone)
+    checkpoint = with_heads(open_checkpoint(opened.backbone.base or opened.backbone), opened.adapters)
     manifest = find_manifest(config, answers=recipe.answer_ids, token_id=token_id)
     head = None if own_pooler else _head(engine, opened, checkpoint, user, manifest, token_id)
     sparse = None
@@ -228,6 +259,14 @@ def load_pooling_model(
         for task, pooler in bge_m3.poolers.items():
             model.pooler.install(task, pooler.to(device))
     model.eval()
+    lora = None
+    if opened.adapters or engine.enable_lora:
+        places = Places(model, head=head, recipe=recipe, claimed=claimed)
+        for adapter in opened.adapters:
+            merge(places, adapter)
+        if engine.enable_lora:
+            slots = LoRASlots(engine.max_loras, engine.max_lora_rank, dtype=dtype, device=device)
+            lora = LoRAModel(model, places, slots)
     quantization = None
     if engine.quantization is not None:
         quantization = quantize(
@@ -261,6 +300,7 @@ def load_pooling_model(
         dtype=dtype,
         quantization=quantization,
         multi_vector=multi_vector,
+        lora=lora,
     )
 
 

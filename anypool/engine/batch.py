@@ -14,7 +14,12 @@ from anypool.pooling.methods import Segments
 
 
 def make_batch(
-    pieces: Sequence[Piece], device: torch.device, *, pad_token_id: int | None = None, cache: KVCache | None = None
+    pieces: Sequence[Piece],
+    device: torch.device,
+    *,
+    pad_token_id: int | None = None,
+    cache: KVCache | None = None,
+    adapters: Sequence[int] = (),
 ) -> PackedBatch:
     """Packs pieces in the order given; shorter ones first makes equal lengths neighbours, which attention likes.
 
@@ -23,6 +28,7 @@ def make_batch(
         device: Where the model runs.
         pad_token_id: The id that sequence classification passes over at the end of a text.
         cache: Where the keys before the pieces are, and where theirs go.
+        adapters: The slot of each request's LoRA adapter; empty where none has one.
     """
     requests = [piece.request for piece in pieces]
     uses_cache = any(piece.start or piece.stored for piece in pieces)
@@ -38,6 +44,7 @@ def make_batch(
         prefix=prefix,
         images=[request.images for request in requests],
         key_lengths=_key_lengths(pieces),
+        adapters=adapters,
     )
     if prefix is None or cache is None or not cache.shares_prefixes:
         return batch

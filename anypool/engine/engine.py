@@ -29,7 +29,7 @@ from anypool.engine.preparation import Preparation, PromptOptions
 from anypool.engine.prompts import Prompt, TextPair
 from anypool.engine.request import Request, check_new, check_turn, leaves
 from anypool.engine.scheduler import Scheduler
-from anypool.engine.setup import load, make_cache, plan_gpu_memory, resolve
+from anypool.engine.setup import load, make_cache, plan_gpu_memory, read_adapters, resolve
 from anypool.errors import EngineDeadError, OverloadedError
 from anypool.model_executor.cpu import give_freed_memory_back, keep_freed_memory, run_apart, set_up_threads
 from anypool.model_executor.faults import is_out_of_memory, is_sticky
@@ -66,10 +66,14 @@ class Engine:
         assert self.config.max_model_len is not None and self.config.max_num_batched_tokens is not None
         self.max_model_len = self.config.max_model_len
         self.metrics = EngineMetrics()
-        self._preparation = Preparation(self.loaded, self.tokenizer, self.max_model_len)
+        self.lora = read_adapters(self.config, self.loaded)
+        self._preparation = Preparation(self.loaded, self.tokenizer, self.max_model_len, self.lora)
         self._scheduler = Scheduler(max_tokens=self.config.max_num_batched_tokens, max_seqs=self.config.max_num_seqs)
         self._runner = PoolingModelRunner(
-            self.loaded.model, self.loaded.device, enforce_eager=self.config.enforce_eager
+            self.loaded.model,
+            self.loaded.device,
+            enforce_eager=self.config.enforce_eager,
+            lora=None if self.loaded.lora is None else self.loaded.lora.slots,
         )
         self._cache = make_cache(self.config, self.loaded)
         if self.loaded.device.type == "cuda":
@@ -286,7 +290,8 @@ class Engine:
         if is_long and self.config.enable_chunked_prefill:
             self._run_chunk(due[0])
         elif due:
-            self._run(due)
+            for batch in (due,) if self.lora is None else self.lora.batches(due):
+                self._run(batch)
 
     def _run(self, requests: Sequence[Request]) -> None:
         """Runs whole prompts. A batch that raises is halved until the request that causes it stands alone."""
@@ -347,7 +352,8 @@ class Engine:
 
     def _batch(self, pieces: Sequence[Piece]) -> PackedBatch:
         pad_token_id = self.loaded.config.pad_token_id
-        return make_batch(pieces, torch.device("cpu"), pad_token_id=pad_token_id, cache=self._cache)
+        adapters = () if self.lora is None else self.lora.place([piece.request for piece in pieces])
+        return make_batch(pieces, torch.device("cpu"), pad_token_id=pad_token_id, cache=self._cache, adapters=adapters)
 
     def _ran(self, pieces: Sequence[Piece], output: RunnerOutput) -> None:
         tokens = sum(map(len, pieces))

@@ -167,7 +167,8 @@ class KVCache:
         if request.num_keys is not None:
             return []  # the same ids mean other states where all of them are attended to
         lengths = self.config.frequency_lengths(len(request))
-        salt = repr((request.cache_salt, lengths, request.token_type_ids)).encode()
+        adapter = None if request.lora is None else request.lora.number
+        salt = repr((request.cache_salt, adapter, lengths, request.token_type_ids)).encode()
         return block_hashes(request.token_ids, self.block_size, salt)
 
 

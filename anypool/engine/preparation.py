@@ -10,10 +10,11 @@ from typing import Any
 from anypool.adapters.load import LoadedModel
 from anypool.adapters.multi_vector import MultiVector, Side
 from anypool.adapters.rerank_templates import TemplatedPrompt
-from anypool.config import require
+from anypool.config import LoRARequest, require
 from anypool.engine.fitting import Fitted, Fitting
 from anypool.engine.image_prompts import ImagePrompts
 from anypool.engine.lookup import Lookup
+from anypool.engine.lora import LoRAManager, assign, find_adapters
 from anypool.engine.prompts import ImagePrompt, Prompt, TextPair, check_prompt, check_text
 from anypool.engine.request import Request
 from anypool.engine.spans import SpannedPrompt, token_spans
@@ -49,6 +50,8 @@ class PromptOptions:
         special_tokens: Whether texts get the tokenizer's special tokens; False for texts that hold them already, such
             as rendered chats. Pairs always get theirs.
         is_rendered: Whether texts have been through a chat template already.
+        lora_request: The LoRA adapter that prompts are run with, or the name of one that is known; one for all of them
+            or one per prompt, None for the model as it is.
     """
 
     prompt_name: str | None = None
@@ -57,6 +60,7 @@ class PromptOptions:
     truncation_side: str | None = None
     special_tokens: bool = True
     is_rendered: bool = False
+    lora_request: LoRARequest | str | Sequence[LoRARequest | str | None] | None = None
 
 
 class Preparation:
@@ -66,14 +70,22 @@ class Preparation:
         loaded: The model.
         tokenizer: Its tokenizer; None where prompts are token ids only.
         max_model_len: Longest prompt in tokens that is run as one.
+        lora: The adapters that prompts may be run with; None where there are none.
 
     Raises:
         ConfigError: What the user says about windows contradicts the model.
     """
 
-    def __init__(self, loaded: LoadedModel, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+        lora: LoRAManager | None = None,
+    ) -> None:
         self.loaded = loaded
         self.tokenizer = tokenizer
+        self._lora = lora
         self._fitting = Fitting(loaded, tokenizer, max_model_len)
         self._images = ImagePrompts(loaded, max_model_len)
         self._template = TextTemplate.of(loaded, tokenizer)
@@ -99,6 +111,19 @@ class Preparation:
             raise InvalidPromptError(f"prompts={prompts!r:.80} is not a list of prompts")
         tasks = (task,) if isinstance(task, PoolingTask) else tuple(task)
         plans = self._plans(len(prompts), tasks, params)
+        adapters = find_adapters(self._lora, options.lora_request, len(prompts))
+        requests = self._prepare(prompts, tasks, plans, options)
+        if any(adapters):
+            assign(requests, adapters)
+        return requests
+
+    def _prepare(
+        self,
+        prompts: Sequence[Any],
+        tasks: Sequence[PoolingTask],
+        plans: Sequence[tuple[PoolingPlan, ...]],
+        options: PromptOptions,
+    ) -> list[Request]:
         if PoolingTask.SPARSE_EMBED in tasks or self.loaded.defaults.sides is not None:
             return self._by_side(prompts, plans, options)
         if PoolingTask.TOKEN_EMBED in tasks and self.loaded.multi_vector is not None:

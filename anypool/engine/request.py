@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +17,9 @@ from anypool.config import is_int
 from anypool.errors import InvalidParameterError, InvalidRequestError
 from anypool.model_executor.images import ImageInputs
 from anypool.pooling.plan import PoolingPlan
+
+if TYPE_CHECKING:
+    from anypool.engine.lora import KnownAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +48,7 @@ class Request:
         num_cached_tokens: Ids whose keys were read from the prefix cache; known when the future is done.
         priority: Smaller ones run earlier.
         deadline: When nobody waits for the result any more, on `time.monotonic`'s clock; None for never.
+        lora: The adapter that it is run with; None for none.
         cache_salt: Requests share cached prefixes only with those of the same salt.
         tag, arrival: Its place in the queue, set by the scheduler.
         submitted: When it was queued, on the same clock.
@@ -69,6 +74,7 @@ class Request:
     num_cached_tokens: int = 0
     priority: int = 0
     deadline: float | None = None
+    lora: KnownAdapter | None = None
     cache_salt: str | None = None
     tag: int = 0
     arrival: int = 0

@@ -5,25 +5,17 @@ from __future__ import annotations
 import logging
 
 from anypool.adapters.load import LoadedModel, OpenedModel, load_pooling_model, open_model, pick_device
-from anypool.config import EngineConfig
+from anypool.config import EngineConfig, LoRARequest
+from anypool.engine.lora import LoRAManager
 from anypool.engine.pieces import KVCache, device_memory, num_blocks
 from anypool.engine.tokenization import Tokenizer
 from anypool.errors import ConfigError
 from anypool.model_executor.cuda_graphs import MAX_TOKENS
 from anypool.model_executor.gpu_memory import cap_memory, plan_memory
 from anypool.model_executor.transfers import make_current
-from anypool.model_executor.weights.repository import Repository
+from anypool.model_executor.weights.repository import TOKENIZER_FILES, Repository
 
 logger = logging.getLogger(__name__)
-
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.txt",
-    "vocab.json",
-    "spiece.model",
-    "tokenizer_config.json",
-)
 
 
 def load(config: EngineConfig) -> tuple[Tokenizer | None, LoadedModel]:
@@ -42,8 +34,8 @@ def _load_tokenizer(config: EngineConfig, opened: OpenedModel) -> Tokenizer | No
     if config.tokenizer is not None:
         repository = Repository.open(config.tokenizer, cache_dir=config.download_dir)
     else:
-        repository = opened.backbone
-        if repository.gguf is None and not any(map(repository.exists, _TOKENIZER_FILES)):
+        repository = opened.tokenizer
+        if repository.gguf is None and not any(map(repository.exists, TOKENIZER_FILES)):
             logger.warning("%s has no tokenizer: prompts must be token ids", opened.config.name)
             return None
     static = opened.recipe.static
@@ -100,6 +92,20 @@ def make_cache(config: EngineConfig, loaded: LoadedModel) -> KVCache | None:
         ),
         shares_prefixes=bool(config.enable_prefix_caching),
     )
+
+
+def read_adapters(config: EngineConfig, loaded: LoadedModel) -> LoRAManager | None:
+    """The LoRA adapters that requests may name, with those of `lora_modules` read; None where they may name none.
+
+    Raises:
+        ModelLoadError: One of them cannot be found or read, or does not fit the model.
+    """
+    if loaded.lora is None:
+        return None
+    manager = LoRAManager(loaded.lora, cache_dir=config.download_dir)
+    for number, (name, path) in enumerate((config.lora_modules or {}).items(), start=1):
+        manager.add(LoRARequest(name, number, path))
+    return manager
 
 
 def plan_gpu_memory(config: EngineConfig, loaded: LoadedModel, cache: KVCache | None, *, graphs: bool) -> None:

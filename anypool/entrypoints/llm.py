@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from anypool.adapters.heads import labels_of
 from anypool.adapters.rerank_templates import ChatTemplate
-from anypool.config import EngineConfig, is_int
+from anypool.config import EngineConfig, LoRARequest, is_int
 from anypool.engine.engine import Engine
 from anypool.engine.preparation import PromptOptions
 from anypool.engine.prompts import Prompt, as_given, as_prompt_list, check_text
@@ -62,6 +62,8 @@ class PromptArguments(TypedDict, total=False):
         truncate_prompt_tokens: Cut longer prompts to this many tokens, special ones kept; -1 for the model's limit.
         truncation_side: "right" or "left": the end that is cut; None for the tokenizer's own.
         tokenization_kwargs: `truncate_prompt_tokens` and `truncation_side` in a dictionary.
+        lora_request: The LoRA adapter that prompts are run with, or the name of one of `lora_modules`; for all prompts,
+            or one per prompt, in which None is the model as it is.
     """
 
     prompt_name: str | None
@@ -70,6 +72,7 @@ class PromptArguments(TypedDict, total=False):
     truncate_prompt_tokens: int | None
     truncation_side: str | None
     tokenization_kwargs: dict[str, Any] | None
+    lora_request: LoRARequest | str | Sequence[LoRARequest | str | None] | None
 
 
 class LLM:
@@ -456,6 +459,11 @@ class LLM:
             if not isinstance(instruction, str):
                 raise InvalidParameterError(f"instruction={instruction!r} is not a text", param="instruction")
             check_text(instruction, "instruction")
+        if isinstance(arguments.get("lora_request"), (list, tuple)):
+            raise InvalidParameterError(
+                "lora_request is a list: the texts of a call are compared by one adapter, so give one",
+                param="lora_request",
+            )
         config = self.engine.config.pooler_config
         in_windows = config is not None and config.enable_chunked_processing
         arguments = {"truncate_prompt_tokens": None if in_windows else -1, **arguments}
@@ -572,7 +580,12 @@ def _options(arguments: PromptArguments) -> PromptOptions:
         if key not in values:
             raise InvalidParameterError(f"tokenization_kwargs has {key!r}; known: {', '.join(values)}", param=key)
         values[key] = value
-    return PromptOptions(prompt_name=arguments.get("prompt_name"), prompt=arguments.get("prompt"), **values)
+    return PromptOptions(
+        prompt_name=arguments.get("prompt_name"),
+        prompt=arguments.get("prompt"),
+        lora_request=arguments.get("lora_request"),
+        **values,
+    )
 
 
 def _name_of(task: PoolingTask | Sequence[PoolingTask]) -> str:

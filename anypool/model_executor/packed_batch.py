@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
+from anypool.kernels.segmented_lora import BASE
 from anypool.model_executor.attention import AttentionMetadata, PrefixKeys
 from anypool.model_executor.images import ImageInputs
 from anypool.model_executor.transfers import to_device
@@ -27,6 +28,7 @@ class PackedBatch:
         token_type_ids_T: `[T]` int64 segment ids of text pairs, or None where all are 0.
         keeps_hidden: Whether hidden states go to and come from the store beside the keys.
         images: Those of each sequence, on the host; empty where no sequence has any.
+        adapters: The slot of each sequence's LoRA adapter, `BASE` for none; empty where no sequence has one.
     """
 
     input_ids_T: torch.Tensor
@@ -36,6 +38,7 @@ class PackedBatch:
     token_type_ids_T: torch.Tensor | None = None
     keeps_hidden: bool = False
     images: tuple[ImageInputs | None, ...] = ()
+    adapters: tuple[int, ...] = ()
 
     @classmethod
     def pack(
@@ -51,6 +54,7 @@ class PackedBatch:
         prefix: PrefixKeys | None = None,
         images: Sequence[ImageInputs | None] = (),
         key_lengths: Sequence[int] | None = None,
+        adapters: Sequence[int] = (),
     ) -> PackedBatch:
         """Packs token ids: those of whole prompts, or the part of each that this pass computes.
 
@@ -65,6 +69,7 @@ class PackedBatch:
             prefix: The cached keys of the tokens before, of which there are `starts`.
             images: Those of each sequence.
             key_lengths: Leading tokens of each sequence that are attended to; all where not given.
+            adapters: The slot of each sequence's LoRA adapter.
         """
         assert sequences and all(sequences), "a batch holds at least one sequence, each with at least one token"
         lengths = tuple(len(ids) for ids in sequences)
@@ -98,6 +103,7 @@ class PackedBatch:
             segments=Segments(lengths, skipped, device, input_ids_T, pad_token_id, cu_seqlens, skips_N),
             token_type_ids_T=others[0] if others else None,
             images=tuple(images) if any(one is not None for one in images) else (),
+            adapters=tuple(adapters) if any(one != BASE for one in adapters) else (),
         )
 
     def to(self, device: torch.device) -> PackedBatch:

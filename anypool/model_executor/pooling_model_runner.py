@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from anypool.kernels.dispatch import has_triton
+from anypool.kernels.segmented_lora import BASE
 from anypool.kernels.varlen_attention import LARGEST_HEAD
 from anypool.model_executor.cuda_graphs import CudaGraphs
+from anypool.model_executor.layers.lora import LoRASlots
 from anypool.model_executor.packed_batch import PackedBatch, common_rows
 from anypool.model_executor.transfers import to_host
 from anypool.pooling.methods import Segments
 from anypool.pooling.plan import PoolingPlan
-from anypool.pooling.pooler import ChunkedPooling, DispatchPooler, PooledGroup, SequencePooler
+from anypool.pooling.pooler import ChunkedPooling, DispatchPooler, PooledGroup, SequencePooler, rows_of
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,21 @@ class PoolingModelRunner:
         device: Where it runs.
         enforce_eager: Whether CUDA graphs are never captured.
         graphs: Captured forward passes, in place of those that are made where the model and the device allow it.
+        lora: The adapters of the model, where it takes some.
     """
 
     def __init__(
-        self, model: Any, device: torch.device, *, enforce_eager: bool = False, graphs: CudaGraphs | None = None
+        self,
+        model: Any,
+        device: torch.device,
+        *,
+        enforce_eager: bool = False,
+        graphs: CudaGraphs | None = None,
+        lora: LoRASlots | None = None,
     ) -> None:
         self.model = model
         self.device = device
+        self.lora = lora
         self.graphs = graphs
         if graphs is None and not enforce_eager and can_capture(model, device):
             self.graphs = CudaGraphs(self.compute, device)
@@ -74,7 +85,7 @@ class PoolingModelRunner:
         further = further or [()] * len(plans)
         others: list[list[torch.Tensor]] = [[] for _ in plans]
         plan = None if any(further) else self._shared_plan(plans)
-        captured = self.graphs.run(batch, plan) if self.graphs is not None else None
+        captured = self.graphs.run(batch, plan) if self.graphs is not None and not batch.adapters else None
         forwarded = time.perf_counter()
         if captured is not None and plan is not None:
             groups = [PooledGroup(tuple(range(len(plans))), captured.values)]
@@ -83,14 +94,37 @@ class PoolingModelRunner:
             hidden_TD = self._forward(batch) if captured is None else captured.values
             forwarded = time.perf_counter()
             hidden_TD = _with_cached_rows(hidden_TD, batch)
-            groups = self.model.pooler(hidden_TD, batch.segments, plans)
-            others = self._pool_again(hidden_TD, batch.segments, further)
+            groups = self._pool(hidden_TD, batch.segments, plans, batch.adapters)
+            others = self._pool_again(hidden_TD, batch.segments, further, batch.adapters)
         results = _to_host(groups, len(plans))
         padding = self._padding(batch) if captured is None else captured.padding_tokens
         return _output(results, others, padding, began, forwarded)
 
+    def _pool(
+        self, hidden_TD: torch.Tensor, segments: Segments, plans: Sequence[PoolingPlan], adapters: Sequence[int]
+    ) -> list[PooledGroup]:
+        """Results by the model's pooler, or by that of the sequence's adapter where it has its own."""
+        own = {} if self.lora is None else self.lora.poolers
+        by_slot: dict[int, list[int]] = {}
+        for index, slot in enumerate(adapters or (BASE,) * len(plans)):
+            by_slot.setdefault(slot if slot in own else BASE, []).append(index)
+        if list(by_slot) == [BASE]:
+            groups: list[PooledGroup] = self.model.pooler(hidden_TD, segments, plans)
+            return groups
+        found = []
+        for slot, indices in by_slot.items():
+            pooler = own.get(slot, self.model.pooler)
+            rows_TD = rows_of(hidden_TD, segments, indices)
+            for group in pooler(rows_TD, segments.subset(indices), [plans[i] for i in indices]):
+                found.append(PooledGroup(tuple(indices[i] for i in group.requests), group.values, group.rows))
+        return found
+
     def _pool_again(
-        self, hidden_TD: torch.Tensor, segments: Segments, further: Sequence[Sequence[PoolingPlan]]
+        self,
+        hidden_TD: torch.Tensor,
+        segments: Segments,
+        further: Sequence[Sequence[PoolingPlan]],
+        adapters: Sequence[int],
     ) -> list[list[torch.Tensor]]:
         """The results of further plans, of which sequences may have any number."""
         results: list[list[torch.Tensor]] = [[] for _ in further]
@@ -101,7 +135,8 @@ class PoolingModelRunner:
             if len(indices) < len(further):
                 sequences = hidden_TD.split(segments.lengths)
                 rows_TD = torch.cat([sequences[index] for index in indices])
-            groups = self.model.pooler(rows_TD, some, [further[index][place] for index in indices])
+            own = [adapters[index] for index in indices] if adapters else ()
+            groups = self._pool(rows_TD, some, [further[index][place] for index in indices], own)
             for index, result in zip(indices, _to_host(groups, len(indices)), strict=True):
                 results[index].append(result)
         return results
@@ -138,9 +173,11 @@ class PoolingModelRunner:
         """
         batch = batch.to(self.device)
         segments, cached = batch.segments, cached_rows(batch, 0)
+        own = {} if self.lora is None or not batch.adapters else self.lora.poolers
+        pooler = own.get(batch.adapters[0], self.model.pooler) if own else self.model.pooler
         found = []
         for plan in plans:
-            pooling = self.model.pooler.begin(plan, skip=segments.skips[0], pad_token_id=segments.pad_token_id)
+            pooling = pooler.begin(plan, skip=segments.skips[0], pad_token_id=segments.pad_token_id)
             if cached is not None:
                 assert segments.input_ids_T is not None
                 pooling.update(cached, segments.input_ids_T[: len(cached)])
@@ -173,6 +210,14 @@ class PoolingModelRunner:
         tokens = batch.input_ids_T.shape[0]
         return common_rows(tokens) - tokens if self._fills else 0
 
+    def _adapters(self, batch: PackedBatch, tokens: int) -> AbstractContextManager[None]:
+        """Each of the batch's first tokens runs with the adapter of its sequence inside."""
+        if self.lora is None or not batch.adapters:
+            return nullcontext()
+        lengths = batch.attn.lengths[: len(batch.adapters)]
+        assert sum(lengths) == tokens
+        return self.lora.running(batch.adapters, lengths, len(batch.input_ids_T))
+
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         tokens = batch.input_ids_T.shape[0]
         if self._fills:
@@ -181,9 +226,10 @@ class PoolingModelRunner:
         if prefix is not None:
             prefix.begin()
         images = {"images": batch.images} if batch.images else {}  # only classes that read images know the argument
-        hidden_TD: torch.Tensor = self.model(
-            batch.input_ids_T, batch.positions_T, batch.attn, token_type_ids_T=batch.token_type_ids_T, **images
-        )
+        with self._adapters(batch, tokens):
+            hidden_TD: torch.Tensor = self.model(
+                batch.input_ids_T, batch.positions_T, batch.attn, token_type_ids_T=batch.token_type_ids_T, **images
+            )
         if prefix is not None:
             prefix.end()
             if batch.keeps_hidden:

@@ -13,7 +13,7 @@ import transformers as hf
 from anypool import LLM
 from anypool.errors import InvalidPromptError, PromptTooLongError, UnsupportedArchitectureError, UnsupportedTaskError
 from anypool.pooling.tasks import PoolingTask
-from tests.helpers import assert_close, copy_of, edit_json, loaded, new_folder
+from tests.helpers import assert_close, copy_of, edit_json, loaded
 from tests.multimodal import checkpoints
 from tests.multimodal.checkpoints import picture
 
@@ -97,13 +97,6 @@ def test_other_classes_of_colpali_engine_are_refused(name: str) -> None:
     folder = copy_of(checkpoints.paligemma_folder())
     edit_json(folder / "config.json", lambda config: {**config, "architectures": [name]})
     with pytest.raises(UnsupportedArchitectureError, match="a class of colpali-engine"):
-        LLM(folder)
-
-
-def test_an_adapter_is_refused_by_its_base() -> None:
-    folder = new_folder("adapter")
-    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "vidore/colpaligemma-3b-pt-448-base"}')
-    with pytest.raises(UnsupportedArchitectureError, match="LoRA adapter of vidore/colpaligemma-3b-pt-448-base"):
         LLM(folder)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,9 @@ from anypool.kernels.dispatch import uses_triton
 from anypool.kernels.gated import gated
 from anypool.model_executor.layers.activation import Activation
 from anypool.model_executor.layers.products import MakeProduct, Product
+
+if TYPE_CHECKING:
+    from anypool.model_executor.layers.lora import LinearLoRA
 
 
 class Linear(nn.Module):
@@ -27,10 +31,17 @@ class Linear(nn.Module):
         in_features: Size of the input.
         out_features: Size of the output, or the parts.
         bias: Whether there is a bias.
+
+    Attributes:
+        products: The ways that `pack` has put in place.
+        lora: What low-rank adapters add to W x + b; None where none has anything for this layer.
     """
 
     # How many products the weight is cut into when it is packed.
     pieces = 1
+    # Whether the checkpoint has the weight the other way round, as GPT-2's do.
+    is_stored_turned = False
+    lora: LinearLoRA | None = None
 
     def __init__(self, in_features: int, out_features: int | Mapping[str, int], *, bias: bool = False) -> None:
         super().__init__()
@@ -46,6 +57,14 @@ class Linear(nn.Module):
     ) -> torch.Tensor:
         """act(x W^T + b), or x W^T + b + add."""
         assert act is None or add is None
+        if self.lora is not None and self.lora.is_active:
+            y = self.lora.add_to(self._product(x, add=add), x)
+            return y if act is None else act(y)
+        return self._product(x, act=act, add=add)
+
+    def _product(
+        self, x: torch.Tensor, *, act: Activation | None = None, add: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if self.products:
             return self.products[0](x, act=act, add=add)
         y = F.linear(x, self.weight, self.bias)
@@ -96,10 +115,16 @@ class GatedLinear(Linear):
         self.act = act
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        lora = self.lora if self.lora is not None and self.lora.is_active else None
         if self.products:
             gate, up = self.products
-            return gate.gated(x, up, self.act)
+            if lora is None:
+                return gate.gated(x, up, self.act)
+            half = self.out_features // 2
+            return self.act(lora.add_to(gate(x), x)) * lora.add_to(up(x), x, start=half)
         both = F.linear(x, self.weight, self.bias)
+        if lora is not None:
+            lora.add_to(both, x)
         if both.dim() == 2 and self.act.kernel is not None and uses_triton(both):
             return gated(both, self.act.kernel)
         gated_TF, y = both.chunk(2, dim=-1)

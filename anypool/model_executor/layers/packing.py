@@ -131,4 +131,5 @@ def _ours(foreign: Any) -> Linear:
         linear = Linear(weight.shape[1], weight.shape[0])
     linear.weight = nn.Parameter(weight, requires_grad=False)
     linear.bias = foreign.bias
+    linear.is_stored_turned = type(foreign) is not nn.Linear
     return linear.eval()

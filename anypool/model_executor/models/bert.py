@@ -93,6 +93,7 @@ class BertModel(Backbone):
     can_capture = True
     takes_fewer_keys = True
     gives_layers = True
+    mixes_adapters = True
     checkpoint_renames: ClassVar[Renames] = (
         (r"^(bert|roberta)\.", ""),
         (r"\.LayerNorm\.gamma$", ".LayerNorm.weight"),

@@ -13,7 +13,7 @@ from anypool.errors import WeightsError
 from anypool.model_executor.models.transformers_backend.loading import load_whole
 from anypool.model_executor.models.vision_language import RetrievalModel
 from anypool.model_executor.weights.checkpoint import open_checkpoint
-from anypool.model_executor.weights.lora import merge_adapter
+from anypool.model_executor.weights.lora import PeftAdapter, merge_adapter
 from anypool.model_executor.weights.repository import Repository
 
 
@@ -59,7 +59,7 @@ class ColPaliEngineModel(RetrievalModel):
         weights = {_renamed(name, layout): tensor for name, tensor in found}
         self._require_projection(weights, layout.projection)
         if repository.base is not None:
-            weights = merge_adapter(weights, repository, lambda name: _renamed(name, layout))
+            weights = merge_adapter(weights, PeftAdapter.read(repository), lambda name: _renamed(name, layout))
         self._loaded_projection = [self._take_projection(weights, layout.projection, dtype)]
         return load_whole(
             self.config, repository, layout.base, dtype=dtype, claimed=claimed, progress=progress, state_dict=weights

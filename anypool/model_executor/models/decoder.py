@@ -153,6 +153,7 @@ class DecoderForCausalLM(Backbone):
     default_pooling_type = "LAST"
     takes_fewer_keys = True
     gives_layers = True
+    mixes_adapters = True
     style: ClassVar[DecoderStyle] = DecoderStyle()
     ignored_checkpoint_names = (r"rotary_emb\.inv_freq$",)
 

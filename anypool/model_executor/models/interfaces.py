@@ -28,6 +28,8 @@ class Backbone(nn.Module):
         ignored_checkpoint_names: Regular expressions of tensors that a checkpoint may hold and nobody needs.
         has_attention_bias: Whether a table is added to the scores of every layer.
         gives_layers: Whether `forward` takes `output_layers`.
+        mixes_adapters: Whether the texts of a batch may have different LoRA adapters: every linear layer sees the
+            packed rows of the batch, in their order. Where nobody says so, a batch has one adapter.
         image_input: How images come into a prompt, for classes whose `forward` takes `images`, one entry per sequence:
             "tower" for an image in place of a text, "page" for an image with a text of the model's own around it,
             "inline" for images anywhere in a text. None for classes that read text alone.
@@ -50,6 +52,7 @@ class Backbone(nn.Module):
     ignored_checkpoint_names: ClassVar[Sequence[str]] = ()
     has_attention_bias: ClassVar[bool] = False
     gives_layers: ClassVar[bool] = False
+    mixes_adapters: ClassVar[bool] = False
     image_input: ClassVar[Literal["tower", "page", "inline"] | None] = None
 
     takes_prefix: bool = False

@@ -92,6 +92,7 @@ class ModernBertModel(Backbone):
     default_pooling_type = "MEAN"
     takes_fewer_keys = True
     gives_layers = True
+    mixes_adapters = True
     checkpoint_renames = ((r"^model\.", ""),)
     ignored_checkpoint_names = (r"^head\.", r"^decoder\.")
 

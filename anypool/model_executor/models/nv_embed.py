@@ -68,6 +68,7 @@ class NVEmbedModel(MistralForCausalLM):
     """The decoder, and what its states get out of the latent array: each token by itself, so that any pooling fits."""
 
     gives_layers = False
+    mixes_adapters = False  # keys and values of the latents are no rows of the batch
     checkpoint_renames = (
         (r"^embedding_model\.", "model."),
         (r"^latent_attention_model\.latents$", "latents"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,27 @@ class PickleCheckpoint(Checkpoint):
 
     def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
         return self._tensors[name][list(indices)]
+
+
+class ExtendedCheckpoint(Checkpoint):
+    """A checkpoint with further tensors, such as an adapter's head."""
+
+    def __init__(self, base: Checkpoint, further: Mapping[str, torch.Tensor]) -> None:
+        assert not set(further) & set(base.names())
+        self._base, self._further = base, dict(further)
+
+    def names(self) -> list[str]:
+        return [*self._base.names(), *self._further]
+
+    def tensors(self, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._base.tensors(wanted)
+        yield from ((name, tensor) for name, tensor in self._further.items() if name in wanted)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._further[name].shape) if name in self._further else self._base.shape(name)
+
+    def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
+        return self._further[name][list(indices)] if name in self._further else self._base.rows(name, indices)
 
 
 def open_checkpoint(repository: Repository, subfolder: str = "") -> Checkpoint:

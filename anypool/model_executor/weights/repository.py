@@ -9,6 +9,14 @@ from typing import Any
 
 from anypool.errors import CheckpointFormatError, ModelNotFoundError, UnsupportedArchitectureError
 
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.txt",
+    "vocab.json",
+    "spiece.model",
+    "tokenizer_config.json",
+)
 # What a hub download fetches beside the weights.
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.metadata", "*_linear.pt")
 

@@ -107,7 +107,13 @@ def _load(
     except Exception as error:  # transformers and the modules it builds raise whatever they meet
         raise refusal(config, _raised(error)) from error
     _audit(config, hf_config, report, claimed, _outside(whole, model))
+    model.anypool_path = path_in(whole, model)
     return model.eval().requires_grad_(False)
+
+
+def path_in(whole: Any, part: Any) -> str:
+    """What a part of a module is called in it; "" for all of it."""
+    return next((name for name, module in whole.named_modules() if module is part), "")
 
 
 def _raised(error: Exception) -> str:
@@ -241,7 +247,7 @@ def _audit(
         raise WeightsError(f"{config.name}: tensors with {'; '.join(problems)}")
 
 
-_HEADS = (
+HEAD_NAMES = (
     r"^(lm_head|embed_out|cls|predictions|generator_predictions|generator_lm_head|discriminator_predictions|"
     r"vocab_(transform|layer_norm|projector)|head|decoder|qa_outputs|sop_classifier|nsp|output_projection|lm_output)\b",
     r"(^|\.)pooler\.",
@@ -252,4 +258,4 @@ _HEADS = (
 
 
 def _is_head(name: str) -> bool:
-    return any(re.search(pattern, name) for pattern in _HEADS)
+    return any(re.search(pattern, name) for pattern in HEAD_NAMES)

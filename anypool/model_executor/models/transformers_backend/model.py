@@ -17,7 +17,7 @@ from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import Backbone, refuse_unused
 from anypool.model_executor.models.transformers_backend.attention import packed_sequences, register_attention
 from anypool.model_executor.models.transformers_backend.lengths import LengthRules
-from anypool.model_executor.models.transformers_backend.loading import load_module
+from anypool.model_executor.models.transformers_backend.loading import load_module, path_in
 from anypool.model_executor.models.transformers_backend.probe import choose_way, exchange_linears, runs_in_chunks
 from anypool.model_executor.models.transformers_backend.ways import Way, groups, mask_of, pad
 from anypool.model_executor.packed_batch import PackedBatch
@@ -37,6 +37,7 @@ class TransformersModel(Backbone):
         way: How texts share a run of it.
         rejected: Why each better way was not taken.
         lengths: What it makes of the length of a text.
+        module_prefixes: What may stand before the name that a layer has in `model`, in classes that it is a part of.
     """
 
     attn_type: ClassVar[Literal["decoder", "encoder_only"]] = "encoder_only"
@@ -45,6 +46,7 @@ class TransformersModel(Backbone):
     way: Way = Way.PACKED
     rejected: tuple[str, ...] = ()
     lengths: LengthRules
+    module_prefixes: tuple[str, ...] = ()
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -74,6 +76,7 @@ class TransformersModel(Backbone):
         register_attention()
         whole = self.load_whole(repository, dtype=dtype, claimed=claimed, progress=progress)
         self.model = self.text_module(whole.to(device))
+        self.module_prefixes = _prefixes(whole, self.model)
         self._accepts = frozenset(inspect.signature(self.model.forward).parameters)
         self._position_padding = _position_padding(self.model)
         self.lengths = LengthRules(self.model)
@@ -266,6 +269,18 @@ def _texts(inputs: Inputs, attn: AttentionMetadata, members: list[int]) -> dict[
     """The rows of some texts, one by one, without positions."""
     split = {name: x.split(attn.lengths) for name, x in inputs.items() if x is not None and name != "position_ids"}
     return {name: [rows[i] for i in members] for name, rows in split.items()}
+
+
+def _prefixes(whole: Any, part: Any) -> tuple[str, ...]:
+    """What stands before the names of a part's layers in the class that was loaded, and in classes with a head.
+
+    Those have the base model under a name of its family. The part of a class with a head begins with it already.
+    """
+    path = ".".join(filter(None, (getattr(whole, "anypool_path", ""), path_in(whole, part))))
+    family = str(getattr(part, "base_model_prefix", "") or "model")
+    bare = path.removeprefix(family).removeprefix(".") if f"{path}.".startswith(f"{family}.") else path
+    found = [bare, f"{family}.{bare}" if bare else family, path]
+    return tuple(dict.fromkeys(f"{one}." if one else "" for one in sorted(found, key=len, reverse=True)))
 
 
 def _position_padding(model: Any) -> int | None:
