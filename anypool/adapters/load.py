@@ -262,6 +262,8 @@ def load_pooling_model(
     lora = None
     if opened.adapters or engine.enable_lora:
         places = Places(model, head=head, recipe=recipe, claimed=claimed)
+        if not places.are_linear:
+            raise ConfigError(f"{config.name} has no linear layers that LoRA could be added to: leave it out")
         for adapter in opened.adapters:
             merge(places, adapter)
         if engine.enable_lora:

@@ -23,6 +23,7 @@ from anypool.model_executor.layers.lora import (
     hook_embedding,
     hook_linear,
 )
+from anypool.model_executor.models.two_tower import TwoTowerModel
 from anypool.model_executor.weights.lora import ModulePatch, PeftAdapter
 
 
@@ -56,6 +57,8 @@ class LoRAModel:
     def __init__(self, model: Any, places: Places, slots: LoRASlots) -> None:
         self._model, self._places, self.slots = model, places, slots
         self._layers: dict[nn.Module, LinearLoRA | EmbeddingLoRA] = {}
+        if isinstance(model, TwoTowerModel):  # no other class has places in its vision tower
+            model.features.slots = slots
 
     @property
     def mixes(self) -> bool:
@@ -139,6 +142,11 @@ def fit(places: Places, adapter: PeftAdapter) -> FittedAdapter:
     found: list[tuple[Place, ModulePatch]] = []
     for name, patch in adapter.patches.items():
         place = places.find(name)
+        if patch.token_rows is not None and places.reads_lm_head:
+            raise UnsupportedArchitectureError(
+                f"{adapter.name}: the adapter has tokens of its own (trainable_token_indices), and the model's scores "
+                "are rows of the LM head, where they may count too"
+            )
         if place is not None:
             _check_shapes(place, patch, adapter.name)
             found.append((place, patch))

@@ -52,6 +52,9 @@ class Places:
         head: What gives scores.
         recipe: What the sentence-transformers files say.
         claimed: Tensors of the checkpoint that heads were read from.
+
+    Attributes:
+        reads_lm_head: Whether scores come from rows of the LM head.
     """
 
     def __init__(self, model: Any, *, head: Head | None, recipe: Recipe, claimed: Collection[str]) -> None:
@@ -59,6 +62,8 @@ class Places:
         self._pooler: nn.Module | None = model.pooler if isinstance(model.pooler, nn.Module) else None
         self._backbone = dict(self._layers())
         self._heads = dict(self._head_layers(head, recipe))
+        # A head made of its rows has no layers of its own.
+        self.reads_lm_head = head is not None and not head.recipe.layers
         self._claimed = {name.rpartition(".")[0] for name in claimed}
         self._renames = [] if isinstance(model, TransformersModel) else getattr(model, "checkpoint_renames", ())
         self._unused = [re.compile(one) for one in self._unused_names()]
@@ -152,6 +157,8 @@ class Places:
         yield from (f"{prefix}{name}" for prefix in ("", "model."))
 
     def _unused_names(self) -> tuple[str, ...]:
+        if self.reads_lm_head:
+            return ()
         if isinstance(self._model, TransformersModel):
             return (*LM_HEAD_NAMES, *HEAD_NAMES)
         return (*LM_HEAD_NAMES, *getattr(self._model, "ignored_checkpoint_names", ()))

@@ -30,7 +30,7 @@ def open_adapter(repository: Repository) -> PeftAdapter:
     Raises:
         ModelLoadError: It cannot be read, or is no LoRA.
     """
-    listed = None if repository.exists(CONFIG) else repository.read_json("modules.json")
+    listed = repository.read_json("modules.json")
     if listed is None:
         return PeftAdapter.read(repository)
     modules = read_modules(repository, listed)

@@ -7,9 +7,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from anypool.model_executor.layers.lora import LoRASlots
 
 # Memory for the features of images that were seen lately.
 CACHE_BYTES = 256 * 1024 * 1024
@@ -81,11 +84,13 @@ class FeatureCache:
 
     Attributes:
         computed: How many images went through the tower.
+        slots: LoRA adapters that change the tower; while one of them runs, nothing is looked up or kept.
     """
 
     def __init__(self, most_bytes: int = CACHE_BYTES) -> None:
         self.most_bytes = most_bytes
         self.computed = 0
+        self.slots: LoRASlots | None = None
         self._bytes = 0
         self._kept: OrderedDict[bytes, Any] = OrderedDict()
 
@@ -96,6 +101,9 @@ class FeatureCache:
             images: In any order, with repetitions.
             compute: The tower, over images that are all different and not in the cache: tensors, or objects of them.
         """
+        if self.slots is not None and self.slots.is_active:
+            self.computed += len(images)
+            return list(compute(list(images)))
         found = {one.digest: self._kept[one.digest] for one in images if one.digest in self._kept}
         new = list({one.digest: one for one in images if one.digest not in found}.values())
         if new:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers as hf
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoModel,
@@ -38,6 +39,32 @@ from tests.helpers import (
 TEXTS = ["the cat sat", "a long story, and a mat", "none", "the passage: a query?"]
 
 
+_SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4}
+_LONG: dict[str, Any] = {**_SIZES, "intermediate_size": 64, "max_position_embeddings": MAX_POSITIONS + 4}
+# Families that run through transformers, or with one adapter at a time.
+_OTHERS: dict[str, Any] = {
+    "albert": lambda v: hf.AlbertModel(hf.AlbertConfig(vocab_size=v, embedding_size=16, **_LONG)),
+    "deberta": lambda v: hf.DebertaV2Model(
+        hf.DebertaV2Config(
+            vocab_size=v,
+            relative_attention=True,
+            pos_att_type=["p2c", "c2p"],
+            position_buckets=8,
+            share_att_key=True,
+            **_LONG,
+        )
+    ),
+    "mixtral": lambda v: hf.MixtralForCausalLM(hf.MixtralConfig(vocab_size=v, num_key_value_heads=2, **_LONG)),
+    "opt": lambda v: hf.OPTForCausalLM(
+        hf.OPTConfig(vocab_size=v, ffn_dim=64, word_embed_proj_dim=HIDDEN, max_position_embeddings=160, **_SIZES)
+    ),
+    "t5": lambda v: hf.T5EncoderModel(
+        hf.T5Config(vocab_size=v, d_model=HIDDEN, d_ff=64, d_kv=8, num_layers=2, num_heads=4, eos_token_id=2)
+    ),
+    "xlm-roberta": lambda v: hf.XLMRobertaModel(hf.XLMRobertaConfig(vocab_size=v, **_LONG)),
+}
+
+
 @cache
 def base(family: str) -> Path:
     """A tiny base model of a family."""
@@ -61,6 +88,8 @@ def base(family: str) -> Path:
             return save(ModernBertModel(ModernBertConfig(vocab_size=len(tokenizer), **sizes, **ids)), tokenizer, family)
     tokenizer = byte_tokenizer(model_max_length=MAX_POSITIONS)
     common = {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **sizes}
+    if family in _OTHERS:
+        return save(_OTHERS[family](len(tokenizer)), tokenizer, family)
     match family:
         case "qwen3":
             model: Any = Qwen3ForCausalLM(Qwen3Config(**common, num_key_value_heads=2, head_dim=8))

@@ -5,10 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import AutoModel, AutoModelForCausalLM
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from transformers import AutoModel, AutoModelForCausalLM, Qwen2VLForConditionalGeneration, T5EncoderModel
 
+from anypool import LLM
+from anypool.errors import ConfigError, WeightsError
 from tests.adapters.lora_checkpoints import adapter, assert_as_peft, base, request
-from tests.helpers import loaded
+from tests.helpers import loaded, new_folder, wordpiece_tokenizer
+from tests.multimodal.checkpoints import clip_folder, picture, qwen2_vl_folder
 
 DECODER = ["q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # What is trained, by name: the family, the class that peft wraps, and the adapter's configuration.
@@ -55,6 +61,12 @@ ADAPTERS: dict[str, tuple[str, Any, dict[str, Any]]] = {
         {"target_modules": ["query"], "trainable_token_indices": {"word_embeddings": [5, 9]}},
     ),
     "bert-lora-bias": ("bert", AutoModel, {"target_modules": ["key", "dense"], "bias": "lora_only"}),
+    "albert": ("albert", AutoModel, {"target_modules": ["query", "ffn", "word_embeddings"]}),
+    "deberta": ("deberta", AutoModel, {"target_modules": ["query_proj", "key_proj", "dense"]}),
+    "mixtral": ("mixtral", AutoModelForCausalLM, {"target_modules": ["q_proj", "o_proj"]}),
+    "opt": ("opt", AutoModelForCausalLM, {"target_modules": ["q_proj", "fc1", "embed_tokens"]}),
+    "t5": ("t5", T5EncoderModel, {"target_modules": ["q", "wo"]}),
+    "xlm-roberta": ("xlm-roberta", AutoModel, {"target_modules": "all-linear"}),
     "modernbert": ("modernbert", AutoModel, {"target_modules": ["Wqkv", "Wi", "Wo"]}),
 }
 # These change what can only be merged.
@@ -85,7 +97,7 @@ def test_a_request_gets_what_peft_gives(name: str) -> None:
     folder, trained = adapter(base(family), cls=cls, **config)
     with loaded(base(family), enable_lora=True) as llm:
         assert_as_peft(llm, trained, request(folder))
-        assert_as_peft(llm, AutoModel.from_pretrained(base(family)))
+        assert_as_peft(llm, (cls if family == "t5" else AutoModel).from_pretrained(base(family)))
 
 
 @pytest.mark.parametrize("name", ADAPTERS | MERGED_ONLY)
@@ -112,3 +124,37 @@ def test_the_transformers_backend_gives_what_peft_gives(name: str) -> None:
         assert_as_peft(llm, trained, request(folder))
     with loaded(base(family), lora=str(folder), model_impl="transformers") as llm:
         assert_as_peft(llm, trained)
+
+
+def test_a_model_that_reads_images_takes_adapters_of_its_language_model() -> None:
+    targets = r".*language_model.*\.(q_proj|up_proj)"
+    folder, trained = adapter(qwen2_vl_folder(), cls=Qwen2VLForConditionalGeneration, target_modules=targets)
+    with loaded(qwen2_vl_folder(), enable_lora=True) as llm:
+        assert_as_peft(llm, trained, request(folder))
+    eyes, _ = adapter(qwen2_vl_folder(), cls=Qwen2VLForConditionalGeneration, target_modules=r".*visual.*\.qkv")
+    with (
+        loaded(qwen2_vl_folder(), enable_lora=True) as llm,
+        pytest.raises(WeightsError, match=r"visual.* has no place"),
+    ):
+        llm.embed("cat", lora_request=request(eyes), use_tqdm=False)
+
+
+def test_a_clip_takes_adapters() -> None:
+    folder, trained = adapter(clip_folder(), target_modules=["q_proj", "fc1", "visual_projection"])
+    with loaded(clip_folder(), enable_lora=True) as llm:
+        prompts = ["the cat", {"multi_modal_data": {"image": picture(1)}}]
+        text, image = llm.embed(prompts, lora_request=request(folder), use_tqdm=False)
+        _, plain = llm.embed(prompts, use_tqdm=False)
+    with torch.no_grad():
+        found = trained.get_text_features(input_ids=torch.tensor([text.prompt_token_ids])).pooler_output[0]
+    torch.testing.assert_close(text.outputs.data, F.normalize(found, dim=-1), atol=1e-5, rtol=0)
+    assert (image.outputs.data - plain.outputs.data).abs().max() > 0.01
+
+
+def test_a_model_without_linear_layers_takes_no_adapters() -> None:
+    folder = new_folder("table")
+    save_file({"embeddings": torch.randn(len(wordpiece_tokenizer()), 8)}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "model2vec", "normalize": true}')
+    wordpiece_tokenizer().save_pretrained(folder)
+    with pytest.raises(ConfigError, match="no linear layers"):
+        LLM(folder, enable_lora=True, device="cpu", use_tqdm_on_load=False)

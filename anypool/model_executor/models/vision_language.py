@@ -197,6 +197,7 @@ class RetrievalModel(VisionLanguageForConditionalGeneration):
             self.config, repository, self.config.architecture, dtype=dtype, claimed=claimed, progress=progress
         )
         self._loaded_projection = [whole.embedding_proj_layer]
+        whole.vlm.anypool_path = "vlm"
         return whole.vlm
 
     def load(self, repository: Repository, **options: Any) -> None:
