@@ -48,6 +48,14 @@ def of_labels() -> Path:
     return adapter(sentiment(), cls=AutoModelForSequenceClassification, seed=3, **LABELS)[0]
 
 
+@cache
+def chatty() -> Path:
+    folder = copy_of(tiny_llama())
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return folder
+
+
 def start(model: Path, name: str, **options: Any) -> Engine:
     return Engine(
         EngineConfig(model=str(model), served_model_name=name, device="cpu", use_tqdm_on_load=False, **options)
@@ -56,12 +64,13 @@ def start(model: Path, name: str, **options: Any) -> Engine:
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[list[Engine]]:
-    """Two models with adapters, and one that takes none."""
+    """Three models with adapters, and one that takes none."""
     a, b = str(of_bert(1)), str(of_bert(2))
     own = [
         start(tiny_bert(), "bert", enable_lora=True, lora_modules={"a": a, "team/b": b}),
         start(sentiment(), "labels", enable_lora=True, lora_modules={"c": str(of_labels())}),
         start(tiny_llama(), "plain"),
+        start(chatty(), "chat", enable_lora=True, lora_modules={"d": str(of_llama())}),
     ]
     yield own
     for one in own:
@@ -80,6 +89,7 @@ def merged() -> Iterator[Client]:
         start(tiny_bert(), "a", lora=str(of_bert(1))),
         start(tiny_bert(), "team/b", lora=str(of_bert(2))),
         start(sentiment(), "c", lora=str(of_labels())),
+        start(chatty(), "d", lora=str(of_llama())),
     ]
     yield Client(create_app(own))
     for one in own:
@@ -137,9 +147,11 @@ def test_vectors_are_those_of_pefts_model(server: Client, engines: list[Engine])
         torch.testing.assert_close(torch.from_numpy(row), F.normalize(mean, dim=0), atol=1e-5, rtol=0)
 
 
+PARENTS = {"a": "bert", "team/b": "bert", "c": "labels", "d": "chat"}
 PAIRS = {"query": TEXTS[0], "documents": TEXTS}
 ROUTES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "embeddings": ("/v1/embeddings", "team/b", {"input": TEXTS}),
+    "chat": ("/v1/embeddings", "d", {"messages": [{"role": "user", "content": TEXTS[0]}]}),
     "tokens": ("/pooling", "a", {"input": TEXTS, "task": "token_embed"}),
     "several": ("/pooling", "a", {"input": TEXTS, "task": ["embed", "token_embed"]}),
     "pooling": ("/pooling", "c", {"input": TEXTS, "task": "classify"}),
@@ -164,7 +176,7 @@ def test_every_route_takes_an_adapter_by_its_name(name: str, server: Client, mer
     assert answer.status_code == expected.status_code == 200, answer.text + expected.text
     found = numbers(answer.json())
     np.testing.assert_allclose(found, numbers(expected.json()), atol=1e-5)
-    base = server.post(path, model="labels" if model == "c" else "bert", **body)
+    base = server.post(path, model=PARENTS[model], **body)
     assert np.abs(np.sort(found) - np.sort(numbers(base.json()))).max() > 1e-3
     if "object" in answer.json():
         assert answer.json()["model"] == model
@@ -182,20 +194,17 @@ def test_an_unknown_name_is_404_in_the_routes_own_shape(path: str, server: Clien
     body = next((body for other, _, body in ROUTES.values() if other == path), {"prompt": "a"})
     response = server.post(path, model="nobody", **body)
     assert response.status_code == 404
-    assert "'nobody' is not served here; served: 'bert', 'labels', 'plain', 'a', 'team/b', 'c'" in response.text
+    assert (
+        "'nobody' is not served here; served: 'bert', 'labels', 'plain', 'chat', 'a', 'team/b', 'c', 'd'"
+        in response.text
+    )
 
 
 def test_models_list_each_adapter_with_its_parent_and_without_paths(server: Client) -> None:
     listed = server.get("/v1/models")
     cards = {card["id"]: card for card in listed.json()["data"]}
-    assert {name: card["parent"] for name, card in cards.items()} == {
-        "bert": None,
-        "labels": None,
-        "plain": None,
-        "a": "bert",
-        "team/b": "bert",
-        "c": "labels",
-    }
+    bases = dict.fromkeys(("bert", "labels", "plain", "chat"))
+    assert {name: card["parent"] for name, card in cards.items()} == {**bases, **PARENTS}
     assert cards["team/b"]["root"] == "team/b"
     assert str(of_bert(2).parent) not in listed.text
     assert server.get("/v1/models/team/b").json() == cards["team/b"]
@@ -414,6 +423,19 @@ def test_keys_guard_adapters_too(folder: Path) -> None:
     client = Client(create_app(engine, ServerOptions(lora_dir=(str(folder),), api_key=("secret",))))
     assert load(client, "x", "one").status_code == unload(client, "x").status_code == 401
     engine.close()
+
+
+def test_an_adapter_whose_files_are_gone_fails_its_own_requests_alone(open_server: Client, folder: Path) -> None:
+    load(open_server, "x", "one")
+    load(open_server, "y", "two")
+    before = embed(open_server, "y")
+    shutil.rmtree(folder / "one")
+    failed = open_server.embed(input="a", model="x")
+    assert failed.status_code >= 400
+    assert str(folder) not in failed.text
+    np.testing.assert_array_equal(embed(open_server, "y"), before)
+    embed(open_server)
+    assert unload(open_server, "x").status_code == 200
 
 
 # The command line.
