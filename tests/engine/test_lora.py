@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
-from anypool import LLM, EmbeddingRequestOutput, LoRARequest
+from anypool import LLM, AsyncEngine, EmbeddingRequestOutput, LoRARequest
 from anypool.config import EngineConfig
 from anypool.engine.preparation import PromptOptions
 from anypool.errors import (
@@ -201,6 +202,29 @@ def test_scores_and_windows_are_run_with_the_adapter(side: str) -> None:
 
 def _ids(llm: LLM, texts: list[str]) -> list[list[int]]:
     return [output.prompt_token_ids for output in llm.embed(texts, use_tqdm=False)]
+
+
+def test_callers_with_adapters_at_once_get_their_own() -> None:
+    """Eight callers, six adapters and room for two, through the engine for asyncio."""
+    folders = several("llama", 6)
+    asked = [None, *(request(folder, number) for number, folder in enumerate(folders, start=1))]
+    with loaded(base("llama"), enable_lora=True, max_loras=2) as llm:
+        alone = {one: token_vectors(llm, TEXTS, one) for one in asked}
+        engine = AsyncEngine(llm.engine)
+
+        async def call(number: int) -> None:
+            for turn in range(6):
+                one = asked[(number + turn) % len(asked)]
+                _, vectors = await engine.run(TEXTS, "token_embed", None, PromptOptions(lora_request=one))
+                for vector, expected in zip(vectors, alone[one], strict=True):
+                    torch.testing.assert_close(vector, expected, atol=1e-6, rtol=0)
+
+        async def all_of_them() -> None:
+            await asyncio.gather(*map(call, range(8)))
+            with pytest.raises(ModelNotFoundError):
+                await engine.run(["cat"], "embed", None, PromptOptions(lora_request=LoRARequest("a", 9, "/nowhere")))
+
+        asyncio.run(all_of_them())
 
 
 # Errors.
