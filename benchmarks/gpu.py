@@ -41,6 +41,7 @@ from anypool.kernels.rms_norm import rms_norm
 from anypool.kernels.rotary import apply_rotary
 from anypool.kernels.score_head import score_head
 from anypool.kernels.segment_pool import METHODS, segment_pool
+from anypool.kernels.segmented_lora import LoRARows, LoRAStack, segmented_lora
 from anypool.kernels.token_pool import token_pool
 from anypool.kernels.varlen_attention import varlen_attention
 
@@ -218,6 +219,17 @@ def kernel_calls(device: torch.device) -> Iterator[tuple[str, Callable[[], Any],
     angles = torch.randn(tokens, 1, 128, dtype=BF16, device=device)
     yield "rotary", lambda: apply_rotary(heads_THK, angles, angles), 2 * read + 2 * angles.numel() * 2
     yield "gated silu", lambda: gated(hidden_TD, "silu"), read + read // 2
+    lora = LoRAStack(8, 16, size, size, dtype=BF16, device=device)
+    for slot in range(8):
+        lora.put(slot, hidden_TD[:16] / size, hidden_TD[:size, :16], 0.1)
+    summed_TO = torch.zeros_like(hidden_TD)
+    for adapters in (1, 8):
+        rows = LoRARows.pack(range(adapters), [tokens // adapters] * adapters, device=device)
+
+        def adapted(rows: LoRARows = rows) -> torch.Tensor:
+            return segmented_lora(summed_TO, hidden_TD, lora, rows)
+
+        yield f"segmented_lora, rank 16, {adapters} adapters", adapted, 3 * read
     yield from attention_calls(device)
     queries_QE, documents_DE = (torch.randn(n, 128, device=device) for n in (32, 300 * 1000))
     cu_query, cu_documents = (

@@ -10,6 +10,7 @@ import typing
 from typing import Any, Union
 
 from anypool.config import EngineConfig
+from anypool.entrypoints.cli_adapters import by_model, parse_module
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +29,10 @@ def add_flags(parser: argparse.ArgumentParser, cls: type[Any], title: str) -> No
 
 def engine_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """The engine arguments that were given, `model` left out."""
-    return arguments_of(arguments, EngineConfig)
+    given = arguments_of(arguments, EngineConfig)
+    if "lora_modules" in given:
+        [given["lora_modules"]] = by_model(given["lora_modules"], (arguments.model,))
+    return given
 
 
 def arguments_of(arguments: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
@@ -45,6 +49,9 @@ def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
         return {"action": action, "default": argparse.SUPPRESS, "help": text}
     if typing.get_origin(kind) is tuple:
         return {"action": "append", "metavar": "TEXT", "default": argparse.SUPPRESS, "help": text}
+    if field.name == "lora_modules":
+        taken = {"type": parse_module, "action": "extend", "nargs": "+", "metavar": "NAME=PATH"}
+        return {**taken, "default": argparse.SUPPRESS, "help": text}
     if field.default is not None:
         text += f" (default: {field.default})"
     kinds = {int: (int, "N"), float: (float, "X"), str: (str, "TEXT")}

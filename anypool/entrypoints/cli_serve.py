@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from anypool.config import EngineConfig, require
 from anypool.engine.engine import Engine
 from anypool.engine.replicas import start_engine
-from anypool.entrypoints.cli_flags import add_engine_flags, add_flags, arguments_of, engine_arguments
+from anypool.entrypoints.cli_adapters import by_model
+from anypool.entrypoints.cli_flags import add_engine_flags, add_flags, arguments_of
 from anypool.entrypoints.server_options import ServerOptions
 
 
@@ -41,13 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     options = ServerOptions.gather(arguments_of(arguments, ServerOptions), path=arguments.config)
     Keys(options.api_key, options.api_key_file)  # before a model is loaded
-    given = engine_arguments(arguments)
-    configs = [EngineConfig.from_kwargs(model=arguments.model, **given)]
-    for text in arguments.more_models:
-        name, _, model = text.rpartition("=")
-        configs.append(EngineConfig.from_kwargs(**{**given, "model": model, "served_model_name": name or None}))
-    names = [config.served_model_name or config.model for config in configs]
-    require(len(set(names)) == len(names), f"two models have one name: {', '.join(names)}; give --model NAME=MODEL")
+    configs = engine_configs(arguments)
     with bind(options.host, options.port) as sock, _ending_by_signal():
         engines: list[Engine] = []
         try:
@@ -61,6 +56,21 @@ def run(arguments: argparse.Namespace) -> int:
             for engine in engines:
                 engine.close()
     return 0
+
+
+def engine_configs(arguments: argparse.Namespace) -> list[EngineConfig]:
+    """The engines, each with the adapters that are for it."""
+    given = arguments_of(arguments, EngineConfig)
+    modules = given.pop("lora_modules", ())
+    models = [{"model": arguments.model}]
+    for text in arguments.more_models:
+        name, _, model = text.rpartition("=")
+        models.append({"model": model, "served_model_name": name or None})
+    configs = [EngineConfig.from_kwargs(**{**given, **model}) for model in models]
+    names = [config.served_model_name or config.model for config in configs]
+    require(len(set(names)) == len(names), f"two models have one name: {', '.join(names)}; give --model NAME=MODEL")
+    adapters = by_model(modules, names)
+    return [config.replace(lora_modules=own or None) for config, own in zip(configs, adapters, strict=True)]
 
 
 @contextmanager

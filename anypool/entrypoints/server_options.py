@@ -40,6 +40,9 @@ class ServerOptions:
     allow_origin: tuple[str, ...] = _option((), "origin that browsers may call from, or *; may be given several times")
     trust_request_chat_template: bool = _option(False, "take chat templates from requests, run in a sandbox")
     allow_image_urls: bool = _option(False, "fetch images that requests name by an http or https URL")
+    lora_dir: tuple[str, ...] = _option(
+        (), "folder that LoRA adapters may be loaded from while the server runs; may be given several times"
+    )
     metrics: bool = _option(True, "serve /metrics")
     docs: bool = _option(True, "serve /docs and /openapi.json")
     page: bool = _option(True, "serve a page at / to try the models in a browser")
@@ -54,7 +57,7 @@ class ServerOptions:
     ssl_ca_certs: str | None = _option(None, "certificates that clients must have one signed by")
 
     def __post_init__(self) -> None:
-        for name in ("api_key", "allow_origin"):
+        for name in ("api_key", "allow_origin", "lora_dir"):
             value = getattr(self, name)
             listed = (value,) if isinstance(value, str) else tuple(value)
             require(all(isinstance(one, str) and one for one in listed), f"{name}={value!r} is not texts")
@@ -70,6 +73,9 @@ class ServerOptions:
             enough = is_number and (value >= 0 if name == "shutdown_delay" else value > 0)
             require(optional or enough, f"{name}={value!r} is not a number of seconds")
         require(is_int(self.port) and 0 <= self.port <= 65535, f"port={self.port} is not 0 to 65535")
+        for folder in self.lora_dir:
+            is_folder = os.path.isdir(folder) and os.path.realpath(folder) != os.path.realpath(os.sep)
+            require(is_folder, f"lora_dir={folder!r} is not a folder, or all of the machine")
         require(
             self.log_format in LOG_FORMATS,
             f"log_format={self.log_format!r} is unknown; known: {', '.join(LOG_FORMATS)}",

@@ -114,6 +114,7 @@ OWN_FLAGS = {
         "--allow-origin",
         "--trust-request-chat-template",
         "--allow-image-urls",
+        "--lora-dir",
         "--metrics",
         "--no-metrics",
         "--docs",

@@ -24,9 +24,10 @@ from anypool.entrypoints.serve.failures import answer_error
 from anypool.entrypoints.serve.fetching import ImageFetcher
 from anypool.entrypoints.serve.http_errors import HTTPError
 from anypool.entrypoints.serve.middleware import ExchangeMiddleware
+from anypool.entrypoints.serve.models import ServedModels
 from anypool.entrypoints.serve.openapi import document
 from anypool.entrypoints.serve.route import Route
-from anypool.entrypoints.serve.served import ServedModel, ServedModels
+from anypool.entrypoints.serve.served import ServedModel
 from anypool.entrypoints.serve.state import ServerState
 from anypool.entrypoints.server_options import ServerOptions
 from anypool.errors import AnypoolError
@@ -50,7 +51,8 @@ def create_app(engine: Engine | Sequence[Engine], options: ServerOptions | None 
         options: Limits, keys and the like; host, port and what else is about a socket is the server's.
 
     Raises:
-        ConfigError: The file of keys holds none.
+        ConfigError: The file of keys holds none, two models or adapters have one name, or no model takes adapters where
+            some may be loaded.
         OSError: It cannot be read.
         MissingDependencyError: Traces are to be exported, and OpenTelemetry is not installed.
     """
@@ -60,7 +62,7 @@ def create_app(engine: Engine | Sequence[Engine], options: ServerOptions | None 
     models = [
         ServedModel(one, trusts_templates=options.trust_request_chat_template, fetch_image=fetch) for one in engines
     ]
-    state = ServerState(ServedModels(models), options)
+    state = ServerState(ServedModels(models, options.lora_dir), options)
     app = FastAPI(
         title="anypool",
         version=anypool.__version__,

@@ -19,8 +19,9 @@ from prometheus_client.registry import Collector
 from anypool.engine.metrics import EngineMetrics, Histogram
 from anypool.entrypoints.serve.exchange import Exchange
 from anypool.entrypoints.serve.http_errors import Failure
+from anypool.entrypoints.serve.models import ServedModels
 from anypool.entrypoints.serve.route import Route
-from anypool.entrypoints.serve.served import ServedModel, ServedModels
+from anypool.entrypoints.serve.served import ServedModel
 from anypool.pooling.tasks import PoolingTask
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -182,6 +183,8 @@ class _Exposition(Collector):
         tasks = CounterMetricFamily("anypool_tasks", "Inputs that were queued", labels=["model", "task"])
         waiting = GaugeMetricFamily("anypool_queue_requests", "Inputs that wait", labels=["model"])
         tokens = GaugeMetricFamily("anypool_queue_tokens", "Tokens that wait", labels=["model"])
+        adapters = GaugeMetricFamily("anypool_lora_adapters", "LoRA adapters that requests may name", labels=["model"])
+        loads = CounterMetricFamily("anypool_lora_loads", "LoRA adapters that were put into a slot", labels=["model"])
         healthy = GaugeMetricFamily("anypool_healthy", "1 while requests are served", labels=["model"])
         replicas = GaugeMetricFamily("anypool_replicas", "Replicas that take inputs", labels=["model"])
         for model in self._metrics.models:
@@ -193,8 +196,11 @@ class _Exposition(Collector):
             waiting.add_metric([model.name], health.waiting_requests)
             tokens.add_metric([model.name], health.waiting_tokens)
             healthy.add_metric([model.name], health.is_ready)
+            lora = model.engine.lora
+            adapters.add_metric([model.name], 0 if lora is None else len(lora.requests))
+            loads.add_metric([model.name], 0 if lora is None else lora.loads)
             replicas.add_metric([model.name], health.replicas)
-        yield from (inputs, tasks, waiting, tokens, healthy, replicas)
+        yield from (inputs, tasks, waiting, tokens, adapters, loads, healthy, replicas)
 
     def _tei(self) -> Iterator[Metric]:
         """The names of text-embeddings-inference, whose counters do not end in `_total`."""

@@ -1,21 +1,22 @@
-"""The models that a server has, each an engine under a name."""
+"""A model that a server has: an engine under a name, by itself or with one of its adapters."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anypool.adapters.chat_templates import ConversationTemplate, conversation_template
 from anypool.adapters.heads import labels_of
 from anypool.adapters.template_limits import LONGEST_RENDER_S, at_most
-from anypool.config import require
+from anypool.config import LoRARequest
 from anypool.engine.async_engine import AsyncEngine
 from anypool.engine.engine import Engine
 from anypool.engine.images import decode_data_url
@@ -25,13 +26,15 @@ from anypool.engine.request import Request
 from anypool.engine.spans import SpannedPrompt
 from anypool.engine.tokenization import Tokenizer
 from anypool.entrypoints.cli_info import describe
-from anypool.entrypoints.serve.http_errors import HTTPError
 from anypool.entrypoints.serve.prompt_names import NamedPrompts
 from anypool.entrypoints.serve.schemas.chat import ChatFields, Conversation, image_urls
 from anypool.entrypoints.serve.schemas.common import CommonFields
 from anypool.errors import InvalidParameterError, InvalidPromptError, PromptTooLongError
 from anypool.pooling.params import PoolingParams
 from anypool.pooling.tasks import PoolingTask
+
+if TYPE_CHECKING:
+    from anypool.entrypoints.serve.adapters import ServedAdapters
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +50,13 @@ class ServedModel:
         engine: What runs it.
         trusts_templates: Whether requests may bring chat templates.
         fetch_image: The bytes of an image on the web; None where none is fetched.
+
+    Attributes:
+        parent, lora: Of a model with an adapter, the model and the adapter.
+        siblings: The adapters of all models of its server.
     """
+
+    siblings: ServedAdapters  # set by `ServedModels`
 
     def __init__(
         self,
@@ -65,7 +74,16 @@ class ServedModel:
         self.name = served_name(engine)
         self.prompts = NamedPrompts(engine.loaded.recipe.prompts, has_sides=_has_sides(engine))
         self.in_windows = engine.loaded.pooler_config.enable_chunked_processing
+        self.parent: ServedModel | None = None
+        self.lora: LoRARequest | None = None
         self._has_warned_of_ids = False
+
+    def adapted(self, lora: LoRARequest) -> ServedModel:
+        """The model as requests see it that name one of its adapters."""
+        view = copy(self)
+        vars(view).pop("card", None)  # it has the name
+        view.name, view.parent, view.lora, view.created = lora.lora_name, self, lora, int(time.time())
+        return view
 
     @cached_property
     def kind(self) -> str:
@@ -98,13 +116,13 @@ class ServedModel:
     @property
     def source(self) -> str:
         """What was loaded: its name on the hub. A path is nobody's business, and of a folder it is the served name."""
-        model = self.engine.config.model
+        model = self.engine.config.model if self.lora is None else self.lora.lora_path
         return self.name if Path(model).expanduser().exists() else model
 
     @property
     def paths(self) -> set[str]:
         """Where it lies on this machine, in the forms that a message might have."""
-        model = self.engine.config.model
+        model = self.engine.config.model if self.lora is None else self.lora.lora_path
         path = os.path.expanduser(model)
         if not os.path.exists(path):
             return set()
@@ -124,11 +142,21 @@ class ServedModel:
             raise InvalidPromptError(f"{self.name} was loaded without a tokenizer: give token ids")
         return self.engine.tokenizer
 
+    def prompt_options(self, asked: CommonFields) -> PromptOptions:
+        """How the inputs of a body become token ids, and which adapter they are run with.
+
+        Raises:
+            InvalidParameterError: Two fields contradict each other, or there is no such prompt.
+        """
+        options = asked.prompt_options(self.prompts, in_windows=self.in_windows)
+        # By its name: an adapter that was unloaded meanwhile is not read again.
+        return options if self.lora is None else replace(options, lora_request=self.lora.lora_name)
+
     def prepare(
         self, prompts: Sequence[Any], task: PoolingTask | Sequence[PoolingTask], asked: ChatFields
     ) -> list[Request]:
         """Requests for what a body asks for: for prompts, or for its conversations where it has some."""
-        options = asked.prompt_options(self.prompts, in_windows=self.in_windows)
+        options = self.prompt_options(asked)
         if asked.messages is not None:
             if options.prompt is not None or options.prompt_name is not None:
                 raise InvalidParameterError(
@@ -328,12 +356,7 @@ def refuse_template(*, trusted: bool) -> None:
 
 
 def _without_prompt(options: PromptOptions, *, special_tokens: bool) -> PromptOptions:
-    return PromptOptions(
-        prompt="",
-        truncate_prompt_tokens=options.truncate_prompt_tokens,
-        truncation_side=options.truncation_side,
-        special_tokens=special_tokens,
-    )
+    return replace(options, prompt_name=None, prompt="", special_tokens=special_tokens)
 
 
 def served_name(engine: Engine) -> str:
@@ -345,41 +368,3 @@ def served_name(engine: Engine) -> str:
     if path.is_dir():
         return path.name
     return path.stem if path.is_file() else model
-
-
-class ServedModels:
-    """The models of a server, of which the first serves whoever names none.
-
-    Args:
-        models: At least one.
-
-    Raises:
-        ConfigError: Two have one name.
-    """
-
-    def __init__(self, models: Sequence[ServedModel]) -> None:
-        assert models
-        self._models = tuple(models)
-        self._by_name = {model.engine.config.model: model for model in reversed(models)}
-        self._by_name |= {model.name: model for model in models}
-        names = [model.name for model in models]
-        require(len(set(names)) == len(names), f"two models have one name: {', '.join(names)}")
-
-    def __iter__(self) -> Iterator[ServedModel]:
-        return iter(self._models)
-
-    def find(self, name: str | None) -> ServedModel:
-        """The model of that name.
-
-        Raises:
-            HTTPError: There is none.
-        """
-        if not name:
-            return self._models[0]
-        model = self._by_name.get(name)
-        if model is None:
-            served = ", ".join(repr(one.name) for one in self._models)
-            raise HTTPError(
-                404, f"the model {name!r} is not served here; served: {served}", param="model", code="model_not_found"
-            )
-        return model

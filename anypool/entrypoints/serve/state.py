@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +16,9 @@ from anypool.entrypoints.serve.access_log import AccessLog
 from anypool.entrypoints.serve.auth import Keys
 from anypool.entrypoints.serve.exchange import Exchange
 from anypool.entrypoints.serve.metrics import ServerMetrics
+from anypool.entrypoints.serve.models import ServedModels
 from anypool.entrypoints.serve.route import Route
 from anypool.entrypoints.serve.routes.table import ROUTES
-from anypool.entrypoints.serve.served import ServedModels
 from anypool.entrypoints.serve.tracing import Tracing
 from anypool.entrypoints.server_options import ServerOptions
 from anypool.errors import OverloadedError
@@ -55,7 +56,9 @@ class ServerState:
         self.tracing = None if endpoint is None else Tracing(endpoint)
         self.is_draining = False
         self._running = 0
-        hidden = {path: model.name for model in models for path in model.paths if path != model.name}
+        hidden = {path: model.name for model in models.all() for path in model.paths if path != model.name}
+        # Adapters that come later are named as their path from there is.
+        hidden |= {f"{folder}{os.sep}": "" for folder in models.adapters.folders}
         # The longest first, since a folder may lie in another one; as they stand in JSON.
         self.hidden = [
             (orjson.dumps(path)[1:-1], orjson.dumps(hidden[path])[1:-1])
@@ -68,6 +71,8 @@ class ServerState:
             "/docs": self.options.docs,
             "/openapi.json": self.options.docs,
             "/": self.options.page,
+            "/v1/load_lora_adapter": bool(self.options.lora_dir),
+            "/v1/unload_lora_adapter": bool(self.options.lora_dir),
         }
         return switch.get(route.paths[0], True)
 

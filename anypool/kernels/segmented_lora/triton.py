@@ -13,9 +13,10 @@ import triton.language as tl
 from anypool.kernels.dispatch import next_power_of_two, with_plain_rows
 from anypool.kernels.segmented_lora.stack import LoRAStack
 
-# Columns of x that one program sums over. The sums are added in the second launch: a short batch would otherwise have
-# too few programs, and how many there are may not depend on the batch, or a row's last digits would.
+# Columns of x that are worth a program, and the most sums that are added later: with one program for all columns a
+# short batch has too few. How many there are may not depend on the batch, or a row's last digits would.
 _SPAN = 1024
+_PARTS = 4
 
 
 @triton.jit
@@ -30,6 +31,7 @@ def segmented_product_kernel(
     size,
     outputs,
     slot_count,
+    span,
     x_part_stride,
     x_stride,
     slot_stride,
@@ -38,7 +40,6 @@ def segmented_product_kernel(
     out_stride,
     TO_RANK: tl.constexpr,
     PARTS: tl.constexpr,
-    SPAN: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -48,7 +49,7 @@ def segmented_product_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     output = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     slots = tl.load(slots_ptr + row, mask=row < rows, other=-1)
-    begin = tl.program_id(2) * SPAN
+    begin = tl.program_id(2) * span
     for slot in range(tl.min(tl.where(slots < 0, slot_count, slots), axis=0), tl.max(slots, axis=0) + 1):
         own = slots == slot
         rank = 0
@@ -56,7 +57,7 @@ def segmented_product_kernel(
             rank = tl.load(ranks_ptr + slot)
         if rank > 0:
             if TO_RANK:
-                end, there = tl.minimum(begin + SPAN, size), output < rank
+                end, there = tl.minimum(begin + span, size), output < rank
             else:
                 end, there = rank, output < outputs
             weights_ptr = weight_ptr + tl.cast(slot, tl.int64) * slot_stride
@@ -89,8 +90,9 @@ def segmented_product_kernel(
 def segmented_lora(y_TO: torch.Tensor, x_TD: torch.Tensor, lora: LoRAStack, slots_T: torch.Tensor) -> None:
     """Arguments as for the public function; `y_TO` is of exactly O columns, `slots_T` `[T]` int32."""
     _, rank, size = lora.a_SRD.shape
+    parts = min(_PARTS, triton.cdiv(size, _SPAN))
     # Of rows that have no adapter, nothing is written nor read.
-    inner_PTR = torch.empty(triton.cdiv(size, _SPAN), len(x_TD), rank, dtype=torch.float32, device=x_TD.device)
+    inner_PTR = torch.empty(parts, len(x_TD), rank, dtype=torch.float32, device=x_TD.device)
     block_r = max(16, min(64, next_power_of_two(rank)))
     wide = x_TD.element_size() > 2
     to_rank = (32, block_r, 64) if wide else (32, block_r, 128)
@@ -124,6 +126,7 @@ def _launch(
         size,
         outputs,
         slots,
+        triton.cdiv(triton.cdiv(size, len(out_PTO)), block_d) * block_d,
         x_PTD.stride(0),
         x_PTD.stride(1),
         weight_SOD.stride(0),
@@ -132,7 +135,6 @@ def _launch(
         out_PTO.stride(1),
         TO_RANK=to_rank,
         PARTS=len(x_PTD),
-        SPAN=_SPAN if to_rank else next_power_of_two(size),
         UPCAST=x_PTD.device.type == "cpu",  # the interpreter has no products of bfloat16
         BLOCK_T=block_t,
         BLOCK_O=block_o,

@@ -19,7 +19,7 @@ from anypool.pooling.tasks import PoolingTask
 
 def embed(asked: CohereEmbedRequest, model: ServedModel) -> Work:
     """Vectors of texts, in every form that is asked for."""
-    options = asked.prompt_options(model.prompts, in_windows=model.in_windows)
+    options = model.prompt_options(asked)
     requests = model.requests(asked.prompts, PoolingTask.EMBED, asked.pooling_params, options)
     kinds = list(dict.fromkeys(asked.embedding_types or ["float"]))
 

@@ -53,7 +53,7 @@ def prepare_scores(asked: Any, model: ServedModel, left: list[Any], right: list[
         left, right: The texts, or prompts with images, pair by pair.
         roles: Whether the left are queries and the right documents.
     """
-    side = asked.prompt_options(model.prompts, in_windows=model.in_windows)
+    side = model.prompt_options(asked)
     for index, text in enumerate((*dict.fromkeys(left), *right)):
         model.check_length(text, index)
     left, cut_left = _shorten(model, left, getattr(asked, "max_tokens_per_query", None), side.truncation_side)

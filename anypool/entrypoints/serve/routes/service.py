@@ -57,8 +57,8 @@ def version(state: ServerState, exchange: Exchange) -> Response:
 
 
 def list_models(state: ServerState, exchange: Exchange) -> Response:
-    """The served models."""
-    return json_answer({"object": "list", "data": [_model_card(model) for model in state.models]})
+    """The served models, and each with the adapters that requests may name."""
+    return json_answer({"object": "list", "data": [model_card(model) for model in state.models.all()]})
 
 
 def get_model(state: ServerState, exchange: Exchange) -> Response:
@@ -66,14 +66,16 @@ def get_model(state: ServerState, exchange: Exchange) -> Response:
     name: str = exchange.request.path_params["model"]
     if not name:
         raise HTTPException(404)
-    return json_answer(_model_card(state.models.find(name)))
+    return json_answer(model_card(state.models.find(name)))
 
 
-def _model_card(model: ServedModel) -> dict[str, Any]:
+def model_card(model: ServedModel) -> dict[str, Any]:
+    """A `ModelCard`."""
     return ModelCard(
         id=model.name,
         created=model.created,
         root=model.source,
+        parent=None if model.parent is None else model.parent.name,
         max_model_len=model.engine.max_model_len,
     ).model_dump()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from anypool.entrypoints.serve.route import Route
-from anypool.entrypoints.serve.routes import cohere, invocations, openai, page, scoring, service, tei, tokens
+from anypool.entrypoints.serve.routes import adapters, cohere, invocations, openai, page, scoring, service, tei, tokens
 
 ROUTES: tuple[Route, ...] = (
     *openai.ROUTES,
@@ -12,6 +12,7 @@ ROUTES: tuple[Route, ...] = (
     *tei.ROUTES,
     *tokens.ROUTES,
     *invocations.ROUTES,
+    *adapters.ROUTES,
     *service.ROUTES,
     *page.ROUTES,
 )

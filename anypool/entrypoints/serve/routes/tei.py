@@ -31,7 +31,7 @@ from anypool.pooling.tasks import PoolingTask
 
 def embed(asked: TEIRequest, model: ServedModel) -> Work:
     """A vector per input."""
-    options = asked.prompt_options(model.prompts, in_windows=model.in_windows)
+    options = model.prompt_options(asked)
     params = asked.pooling_params
     if params.normalize is None and params.use_activation is None:
         params = replace(params, normalize=True)
@@ -45,7 +45,7 @@ def embed(asked: TEIRequest, model: ServedModel) -> Work:
 
 def embed_all(asked: TEIRequest, model: ServedModel) -> Work:
     """A vector per token of each input; not scaled unless that is asked for, but for those of a multi-vector model."""
-    options = asked.prompt_options(model.prompts, in_windows=model.in_windows)
+    options = model.prompt_options(asked)
     params = model.params(asked, PoolingTask.TOKEN_EMBED)
     if params.normalize is None and params.use_activation is None and model.engine.loaded.multi_vector is None:
         params = replace(params, normalize=False)
@@ -59,7 +59,7 @@ def embed_all(asked: TEIRequest, model: ServedModel) -> Work:
 
 def embed_sparse(asked: TEIRequest, model: ServedModel) -> Work:
     """A sparse vector per input."""
-    options = asked.prompt_options(model.prompts, in_windows=model.in_windows)
+    options = model.prompt_options(asked)
     params = model.params(asked, PoolingTask.SPARSE_EMBED)
     requests = model.requests(asked.inputs, PoolingTask.SPARSE_EMBED, params, options)
 
@@ -73,7 +73,7 @@ def predict(asked: PredictRequest, model: ServedModel) -> Work:
     """The labels of texts or pairs of texts, the highest score first."""
     inputs, is_one = asked.inputs
     prompts = [{"prompt": one[0], "text_pair": one[1]} if isinstance(one, list) else one for one in inputs]
-    options = asked.prompt_options(model.prompts, in_windows=model.in_windows)
+    options = model.prompt_options(asked)
     requests = model.requests(prompts, PoolingTask.CLASSIFY, asked.pooling_params, options)
 
     def encode(results: list[torch.Tensor], stamp: Stamp) -> Response:

@@ -50,7 +50,7 @@ def tokenize(asked: TokenizeRequest, model: ServedModel) -> Work:
 
 def tokenize_inputs(asked: TEITokenizeRequest, model: ServedModel) -> Work:
     """The tokens of texts with their places, the model's prompt before each where one is asked for."""
-    options = asked.prompt_options(model.prompts, in_windows=model.in_windows)
+    options = model.prompt_options(asked)
     prefix = model.engine.prompt_text(options) if options.prompt is not None or options.prompt_name is not None else ""
     _check_size(sum(len(prefix) + len(text) for text in asked.inputs), "characters", "inputs")
     return _answered(

@@ -8,10 +8,10 @@ from pydantic import BaseModel
 
 
 class ModelCard(BaseModel):
-    """A served model.
+    """A served model, or one with a LoRA adapter.
 
-    `root` is its name on the hub, or `id` where it is a folder of the machine; `max_model_len` is how many tokens it
-    takes at once.
+    `root` is its name on the hub, or `id` where it is a folder of the machine; `parent` is the model that an adapter is
+    for, and `max_model_len` how many tokens it takes at once.
     """
 
     id: str
@@ -19,6 +19,7 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "anypool"
     root: str
+    parent: str | None = None
     max_model_len: int
 
 
