@@ -407,10 +407,8 @@ class Engine:
         """Has a failed batch run in halves, a lone request once more where memory was short, or fails it."""
         is_innocent = is_peers_failure(error)
         self.metrics.failed_batches += not is_innocent
-        if is_sticky(error) or isinstance(
-            error, EngineDeadError
-        ):  # there is nothing to run anything on: end, with an error for everybody who waits
-            raise error
+        if is_sticky(error) or isinstance(error, EngineDeadError):
+            raise error  # there is nothing to run anything on: end, with an error for everybody who waits
         forget_tensors(error)
         if flight.long is None:
             for piece in flight.pieces:
