@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,12 +45,21 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # Ray would write one into the home folder
-    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # as Ray's next version has it; it warns otherwise
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
-    yield ray
-    ray.shutdown()
+    # Not pytest's folder: sockets lie in Ray's, and their paths may have no more than 107 characters.
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray would write one into the home folder
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # as Ray's next version has it; it warns otherwise
+        ray.init(
+            "local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=80 << 20,
+            log_to_driver=False,
+            _temp_dir=folder,
+        )
+        yield ray
+        ray.shutdown()
 
 
 @pytest.fixture
