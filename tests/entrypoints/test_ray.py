@@ -127,7 +127,8 @@ def test_row_that_cannot_be_run_is_a_typed_error_with_its_place(cluster: Any, mi
 def test_embed_is_a_stage_of_ones_own_pipeline(cluster: Any, minilm: str, expected: np.ndarray) -> None:
     dataset = ray.data.from_items([{"text": text, "place": place} for place, text in enumerate(TEXTS)])
     dataset.context.enable_progress_bars = False
-    stage = dataset.map_batches(Embed, fn_constructor_kwargs={"model": minilm}, batch_size=4, concurrency=1, num_cpus=1)
+    one = ray.data.ActorPoolStrategy(size=1)
+    stage = dataset.map_batches(Embed, fn_constructor_kwargs={"model": minilm}, batch_size=4, compute=one, num_cpus=1)
     rows = sorted(stage.take_all(), key=lambda row: row["place"])
     np.testing.assert_allclose(np.stack([row["embedding"] for row in rows]), expected, atol=1e-6)
 
