@@ -33,6 +33,7 @@ def example(name: str, *argv: str) -> str:
         ("own_causal_lm.py", ["GruForEmbedding serves embed", "LM head: None", "normalised: True"]),
         ("own_pooler.py", ["the new checkpoint runs as GatedBertModel", "a gate of zeros is the mean: True"]),
         ("colbert_search.py", ["vectors kept of each document:", "  Bread rises because yeast", "all vectors: [0, 3"]),
+        ("bulk_search.py", ["4 rows of 2 files, with 384 numbers each", "best: sea/1 ("]),
         ("splade.py", ["words have a weight in the query", "as sentence-transformers has them: True"]),
         ("bge_m3_hybrid.py", ["serves embed, token_embed, sparse_embed", "5 words with a weight", "best by fused"]),
         ("colpali_picture.py", ["64 of them of patches", "page 1: ", "best patches: True", "wrote patches.png"]),
