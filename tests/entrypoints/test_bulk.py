@@ -325,6 +325,7 @@ def test_hidden_files_of_a_folder_are_no_input(tmp_path: Path) -> None:
     assert find_files([str(tmp_path)]) == [tmp_path / "a.txt"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_killed_in_the_middle_it_goes_on_with_every_row_once(minilm: str, tmp_path: Path) -> None:
     rows = 3000
