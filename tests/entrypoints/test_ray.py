@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,12 +45,21 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # Ray would write one into the home folder
-    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # as Ray's next version has it; it warns otherwise
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
-    yield ray
-    ray.shutdown()
+    # Not pytest's folder: sockets lie in Ray's, and their paths may have no more than 107 characters.
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray would write one into the home folder
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # as Ray's next version has it; it warns otherwise
+        ray.init(
+            "local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=80 << 20,
+            log_to_driver=False,
+            _temp_dir=folder,
+        )
+        yield ray
+        ray.shutdown()
 
 
 @pytest.fixture
@@ -118,7 +127,8 @@ def test_row_that_cannot_be_run_is_a_typed_error_with_its_place(cluster: Any, mi
 def test_embed_is_a_stage_of_ones_own_pipeline(cluster: Any, minilm: str, expected: np.ndarray) -> None:
     dataset = ray.data.from_items([{"text": text, "place": place} for place, text in enumerate(TEXTS)])
     dataset.context.enable_progress_bars = False
-    stage = dataset.map_batches(Embed, fn_constructor_kwargs={"model": minilm}, batch_size=4, concurrency=1, num_cpus=1)
+    one = ray.data.ActorPoolStrategy(size=1)
+    stage = dataset.map_batches(Embed, fn_constructor_kwargs={"model": minilm}, batch_size=4, compute=one, num_cpus=1)
     rows = sorted(stage.take_all(), key=lambda row: row["place"])
     np.testing.assert_allclose(np.stack([row["embedding"] for row in rows]), expected, atol=1e-6)
 

@@ -30,7 +30,7 @@ from anypool.pooling.params import PoolingParams
 
 
 class Embed:
-    """A stage of a Ray Data pipeline: `ds.map_batches(Embed, fn_constructor_kwargs={"model": ...}, concurrency=2)`.
+    """A stage of a Ray Data pipeline: `ds.map_batches(Embed, fn_constructor_kwargs={"model": ...}, compute=...)`.
 
     Each actor loads the model once. `batch_size` is how many rows it is given at a time; what is run together is chosen
     by tokens, up to `max_num_batched_tokens`.
@@ -199,7 +199,7 @@ def embed_dataset(
         InvalidParameterError: Nothing to read, or the folder has the work of another job.
         InvalidRequestError: A row cannot be run, and `work` does not skip errors. Other files are kept.
         MissingDependencyError: Ray is not installed.
-        EngineError: An actor failed.
+        EngineError: An actor failed to start. Ray starts one that died anew, whatever it died of.
     """
     EngineConfig.from_kwargs(model=model, **engine_args)  # checks them
     ray = import_ray()
@@ -288,7 +288,11 @@ def _pool(ray: Any, files: int, actors: int | None, cpus: float | None, gpus: fl
     actors = max(1, min(actors, files))
     if cpus is None:
         cpus = 1 if gpus else max(1, has.get("CPU", 1) // actors)
-    return {"concurrency": actors, "num_cpus": cpus, **({"num_gpus": gpus} if gpus else {})}
+    return {
+        "compute": ray.data.ActorPoolStrategy(size=actors),
+        "num_cpus": cpus,
+        **({"num_gpus": gpus} if gpus else {}),
+    }
 
 
 def _run(
