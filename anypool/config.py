@@ -418,13 +418,11 @@ class EngineConfig:
 
 
 def _check_loras(config: EngineConfig) -> None:
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        size = getattr(config, name)
-        require(
-            size == 1 or not (config.enable_lora or config.lora),
-            f"{name}={size!r}: LoRA adapters need a whole model in one process; leave it at 1, or merge the adapter "
-            "with peft and save the result",
-        )
+    require(
+        config.pipeline_parallel_size == 1 or not (config.enable_lora or config.lora),
+        f"pipeline_parallel_size={config.pipeline_parallel_size!r}: LoRA adapters need all layers in one process; "
+        "leave it at 1, or merge the adapter with peft and save the result",
+    )
     require(
         config.data_parallel_size == 1 or not config.enable_lora,
         f"data_parallel_size={config.data_parallel_size!r}: replicas take no LoRA adapters request by request; leave "

@@ -371,7 +371,6 @@ def test_tasks_that_are_unknown_or_not_served_are_refused(llm: LLM, submitted: l
         ({"hf_overrides": "x"}, "hf_overrides='x' is not a mapping"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 is not a positive integer"),
         ({"pipeline_parallel_size": "2"}, "pipeline_parallel_size='2' is not a positive integer"),
-        ({"enable_lora": True}, "enable_lora=True is not supported by this version; leave it at False"),
         ({"quantization": "int4"}, "quantization='int4' is not supported; known: int8, or None"),
     ],
     ids=str,

@@ -301,10 +301,10 @@ def _take_adapters(
     if not (opened.adapters or engine.enable_lora):
         return None
     config = opened.config
-    if ranks().size > 1:
+    if ranks().pp_size > 1:
         raise ConfigError(
-            f"{config.name}: LoRA adapters need a whole model in one process: leave tensor_parallel_size and "
-            "pipeline_parallel_size at 1, or merge the adapter with peft and save the result"
+            f"{config.name}: LoRA adapters need all layers in one process: leave pipeline_parallel_size at 1, or merge "
+            "the adapter with peft and save the result"
         )
     places = Places(model, head=beside.head, recipe=opened.recipe, claimed=claimed)
     if not places.are_linear:

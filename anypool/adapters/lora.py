@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from anypool.adapters.lora_places import Place, Places, in_features, out_features
+from anypool.adapters.lora_shares import own_share
 from anypool.errors import UnsupportedArchitectureError, WeightsError
+from anypool.model_executor.distributed import ranks
 from anypool.model_executor.layers.embedding import Embedding
 from anypool.model_executor.layers.linear import Linear
 from anypool.model_executor.layers.lora import (
@@ -91,6 +93,8 @@ class LoRAModel:
                 layer.put(slot, _embedding_patch(patch, place))
             else:
                 parts, bias_O = _linear_patch(patch, place)
+                if getattr(place.module, "split", None) == "row" and ranks().tp_rank > 0:
+                    bias_O = None  # the first process adds it to the sum
                 layer.put(slot, parts, bias_O)
         if fitted.heads:
             self.slots.poolers[slot] = self._own_poolers(fitted)
@@ -114,7 +118,7 @@ class LoRAModel:
             else:
                 hook_embedding(module, made)
         else:
-            made = LinearLoRA(self.slots, in_features(module))
+            made = LinearLoRA(self.slots, module.in_features if isinstance(module, Linear) else in_features(module))
             if isinstance(module, Linear):
                 module.lora = made
             else:
@@ -149,7 +153,7 @@ def fit(places: Places, adapter: PeftAdapter) -> FittedAdapter:
             )
         if place is not None:
             _check_shapes(place, patch, adapter.name)
-            found.append((place, patch))
+            found.append(own_share(place, patch, adapter.name))
         elif not places.is_unused(name) and not _is_plain(patch, places):
             raise WeightsError(
                 f"{adapter.name}: the adapter's {name} has no place in the model: it is for another one, or for a part "
@@ -175,9 +179,11 @@ def merge(places: Places, adapter: PeftAdapter) -> None:
         if place.module is None:
             _merge_parameters(places, patch)
         elif place.is_table:
-            table = place.module.weight
+            table, rows = place.module.weight, slice(None)
+            if isinstance(place.module, Embedding):
+                table, rows = place.module.table(), slice(place.module.rows.start, place.module.rows.stop)
             # A new parameter: a head that is tied to the table keeps what it was trained with.
-            place.module.weight = nn.Parameter(patch.merged_table(table).to(table.dtype), requires_grad=False)
+            place.module.weight = nn.Parameter(patch.merged_table(table)[rows].to(table.dtype), requires_grad=False)
         else:
             _merge_linear(place.module, patch, place)
 

@@ -33,6 +33,7 @@ class Place:
     Attributes:
         module: The layer, in the backbone or in a pooler.
         start, size: Which outputs; of a table, how many rows of what size.
+        part: The checkpoint's name of the outputs of a fused layer; "" for all of a layer.
         is_table: Whether it is a table of embeddings rather than a linear layer.
         in_pooler: Whether it is part of a head.
     """
@@ -40,6 +41,7 @@ class Place:
     module: Any
     start: int
     size: int
+    part: str = ""
     is_table: bool = False
     in_pooler: bool = False
 
@@ -102,14 +104,15 @@ class Places:
             if isinstance(module, Linear) and module.parts:
                 start, parent = 0, name.rpartition(".")[0]
                 for part, size in module.parts.items():
-                    yield f"{parent}.{part}", Place(module, start, size)
+                    yield f"{parent}.{part}", Place(module, start, size, part)
                     start += size
             elif isinstance(module, Linear):
-                yield name, Place(module, 0, module.out_features)
+                yield name, Place(module, 0, module.out_size)
             elif is_foreign_linear(module) or isinstance(module, nn.Linear):
                 yield name, Place(module, 0, out_features(module))
             elif module in tables:
-                yield name, Place(module, 0, len(module.weight), is_table=True)
+                rows = module.num_rows if isinstance(module, Embedding) else len(module.weight)
+                yield name, Place(module, 0, rows, is_table=True)
 
     def _tables(self) -> Collection[nn.Module]:
         if isinstance(self._model, TransformersModel):
@@ -170,8 +173,10 @@ def out_features(module: Any) -> int:
 
 
 def in_features(module: Any) -> int:
-    """Size of a linear layer's input."""
-    return int(module.in_features if isinstance(module, (Linear, nn.Linear)) else module.weight.shape[0])
+    """Size of a linear layer's input; of one that is split over processes, of all of it."""
+    if isinstance(module, Linear):
+        return module.in_size
+    return int(module.in_features if isinstance(module, nn.Linear) else module.weight.shape[0])
 
 
 def _children(head: Any) -> Iterator[nn.Module]:

@@ -67,6 +67,8 @@ class Engine:
         self._cache, self._executor = started.cache, started.executor
         self._memory = KeptMemory(self.loaded.device)
         self._executor.watch(self._wake, self._die)
+        if self.lora is not None:
+            self.lora.on_put = self._executor.put_adapter
         self._start()
 
     def _set_up(self, config: EngineConfig, tokenizer: Tokenizer | None, loaded: LoadedModel) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 from anypool.errors import EngineDeadError
 from anypool.model_executor.pooling_model_runner import Launched, PoolingModelRunner, RunnerOutput
 from anypool.model_executor.rank import Rank, Work
+from anypool.model_executor.weights.lora import PeftAdapter
 
 
 class InFlight(Protocol):
@@ -41,6 +42,9 @@ class Executor(Protocol):
 
     def launch(self, work: Work) -> InFlight:
         """Launches one, or raises what the model raised."""
+
+    def put_adapter(self, slot: int, adapter: PeftAdapter) -> None:
+        """Has the other processes put a LoRA adapter into a slot, before what is launched next."""
 
     def forget_chunks(self) -> None:
         """Frees what a long prompt left that will not be run to its end."""
@@ -76,6 +80,9 @@ class LocalExecutor:
         launched = self._rank.launch(work)
         assert launched is not None
         return launched
+
+    def put_adapter(self, slot: int, adapter: PeftAdapter) -> None:
+        pass  # there are none
 
     def forget_chunks(self) -> None:
         self._rank.forget_chunks()

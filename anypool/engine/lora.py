@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from anypool.config import LoRARequest
 from anypool.engine.request import Request
 from anypool.errors import InvalidParameterError, InvalidRequestError
 from anypool.kernels.segmented_lora import BASE
+from anypool.model_executor.weights.lora import PeftAdapter
 from anypool.model_executor.weights.repository import Repository
 
 # Each file of an adapter, the time of its last change, and its size.
@@ -60,6 +61,7 @@ class LoRAManager:
         self._slots: OrderedDict[int, int] = OrderedDict()  # number -> slot, the least recently used first
         self._free = list(reversed(range(model.slots.slots)))
         self.loads = 0
+        self.on_put: Callable[[int, PeftAdapter], None] = lambda slot, adapter: None  # whom to tell of a filled slot
 
     @property
     def requests(self) -> tuple[LoRARequest, ...]:
@@ -135,6 +137,7 @@ class LoRAManager:
             fitted = fitted or self._read_again(known)
             slot = self._slot(needed)
             self._model.put(slot, fitted)
+            self.on_put(slot, fitted.adapter)
             with self._lock:
                 self._slots[number] = slot
                 self.loads += 1

@@ -26,6 +26,7 @@ from anypool.model_executor.faults import PeerFailedError, is_out_of_memory, is_
 from anypool.model_executor.pooling_model_runner import PoolingModelRunner, RunnerOutput
 from anypool.model_executor.rank import Rank, Work
 from anypool.model_executor.stages import StageLink
+from anypool.model_executor.weights.lora import PeftAdapter
 
 # Seconds after the first rank's error within which the others have to report theirs.
 _AGREE_S = 30.0
@@ -76,7 +77,8 @@ def make_rank(loaded: LoadedModel) -> Rank:
     """This process's part of a model, and its connections to the stages beside it."""
     here = distributed.ranks()
     link = StageLink(here, loaded.device) if here.pp_size > 1 else None
-    return Rank(PoolingModelRunner(loaded.model, loaded.device, link=link), here)
+    slots = None if loaded.lora is None else loaded.lora.slots
+    return Rank(PoolingModelRunner(loaded.model, loaded.device, link=link, lora=slots), here)
 
 
 class Votes:
@@ -226,6 +228,9 @@ class RanksExecutor:
                 votes.give_up(error)
             self._votes.clear()
         on_death(error)
+
+    def put_adapter(self, slot: int, adapter: PeftAdapter) -> None:
+        self._processes.send(wire.PutAdapter(slot, adapter))
 
     def forget_chunks(self) -> None:
         self._processes.send(wire.ForgetChunks())

@@ -16,6 +16,7 @@ from anypool.errors import EngineError
 from anypool.model_executor.kv_store import KVStore
 from anypool.model_executor.pooling_model_runner import RunnerOutput
 from anypool.model_executor.rank import Work
+from anypool.model_executor.weights.lora import PeftAdapter
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,14 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class PutAdapter:
+    """Put a rank's part of a LoRA adapter into a slot, before what is launched next."""
+
+    slot: int
+    adapter: PeftAdapter
+
+
+@dataclass(frozen=True)
 class ForgetChunks:
     """Free what a long prompt left."""
 
@@ -66,7 +75,7 @@ class Stop:
     """End."""
 
 
-Command = Begin | Join | Store | Launch | ForgetChunks | FreeMemory | Stop
+Command = Begin | Join | Store | Launch | PutAdapter | ForgetChunks | FreeMemory | Stop
 
 
 @dataclass(frozen=True)

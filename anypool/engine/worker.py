@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
 from anypool.adapters.heads import register_head
+from anypool.adapters.lora import LoRAModel
 from anypool.engine import wire
 from anypool.engine.ranks import join, make_rank
 from anypool.engine.setup import load
@@ -38,6 +39,7 @@ class Worker:
         self._connection = connection
         self._commands: SimpleQueue[wire.Command] = SimpleQueue()
         self._store: KVStore | None = None
+        self._lora: LoRAModel | None = None
         threading.Thread(target=self._listen, args=(os.getppid(),), name="anypool-commands", daemon=True).start()
 
     def _listen(self, parent: int) -> None:
@@ -81,6 +83,7 @@ class Worker:
         _, loaded = load(begin.config)
         if loaded.device.type == "cuda":
             cap_memory(loaded.device, begin.config.gpu_memory_utilization)
+        self._lora = loaded.lora
         return make_rank(loaded)
 
     def _do(self, command: wire.Command, begin: wire.Begin, rank: Rank) -> None:
@@ -95,6 +98,9 @@ class Worker:
         elif isinstance(command, wire.Join):
             rank.leave()
             join(begin.rank, begin.config, command.address)
+        elif isinstance(command, wire.PutAdapter):
+            assert self._lora is not None
+            self._lora.put(command.slot, self._lora.fit(command.adapter))
         elif isinstance(command, wire.ForgetChunks):
             rank.forget_chunks()
         elif isinstance(command, wire.FreeMemory):

@@ -24,6 +24,7 @@ from anypool.errors import (
     InvalidParameterError,
     InvalidPromptError,
     UnsupportedArchitectureError,
+    WeightsError,
 )
 from tests.helpers import (
     HIDDEN,
@@ -430,10 +431,11 @@ def test_a_listwise_reranker_is_refused_by_its_name(marks: tuple[str, Any]) -> N
         embed(renamed(tiny_llama(), marks[0], **marks[1]), SHORT)
 
 
-def test_an_adapter_beside_a_model_is_refused() -> None:
+def test_an_adapter_without_its_weights_is_an_error() -> None:
     folder = copy_of(tiny_llama())
-    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "some/base"}')
-    with pytest.raises(UnsupportedArchitectureError, match="is a LoRA adapter of some/base"), loaded(folder):
+    config = {"peft_type": "LORA", "base_model_name_or_path": "some/base", "r": 2, "lora_alpha": 2}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(WeightsError, match="the adapter has neither adapter_model"), loaded(folder):
         pass
 
 

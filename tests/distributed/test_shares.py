@@ -100,7 +100,12 @@ def test_the_caches_of_all_ranks_on_a_cpu_take_the_memory_that_one_may(
 ) -> None:
     save_random(hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)), tmp_path)
     config = EngineConfig(
-        model=str(tmp_path), device="cpu", use_tqdm_on_load=False, enable_prefix_caching=True, skip_tokenizer_init=True
+        model=str(tmp_path),
+        device="cpu",
+        use_tqdm_on_load=False,
+        enable_prefix_caching=True,
+        skip_tokenizer_init=True,
+        tensor_parallel_size=size,
     )
     as_rank(monkeypatch, 0, size)
     monkeypatch.setattr(setup, "device_memory", lambda _: 100_000_000)

@@ -37,17 +37,17 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(len(self.rows), size), requires_grad=False)
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
-        if not self.split:
-            y = F.embedding(ids_T, self.weight)
-            return self.lora.apply(y, ids_T) if self.lora is not None and self.lora.is_active else y
+        y = sum_over_ranks(self._own_rows(ids_T)) if self.split else F.embedding(ids_T, self.weight)
+        return self.lora.apply(y, ids_T) if self.lora is not None and self.lora.is_active else y
+
+    def _own_rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """The rows that this process has, and zeros for the others."""
+        if not self.rows:
+            return self.weight.new_zeros(*ids_T.shape, self.weight.shape[1])
         own_T = ids_T - self.rows.start
         is_elsewhere_T = (own_T < 0) | (own_T >= len(self.rows))
-        if not self.rows:
-            found_TD = self.weight.new_zeros(*ids_T.shape, self.weight.shape[1])
-        else:
-            found_TD = F.embedding(own_T.masked_fill(is_elsewhere_T, 0), self.weight)
-            found_TD.masked_fill_(is_elsewhere_T.unsqueeze(-1), 0)
-        return sum_over_ranks(found_TD)
+        found_TD = F.embedding(own_T.masked_fill(is_elsewhere_T, 0), self.weight)
+        return found_TD.masked_fill_(is_elsewhere_T.unsqueeze(-1), 0)
 
     def table(self) -> torch.Tensor:
         """`[rows, size]` all rows, which every process asks for at the same time: a copy where they are split."""

@@ -85,25 +85,24 @@ class Linear(nn.Module):
     ) -> torch.Tensor:
         """act(x W^T + b), or x W^T + b + add."""
         assert act is None or add is None
-        if self.lora is not None and self.lora.is_active:
-            y = self.lora.add_to(self._product(x, add=add), x)
-            return y if act is None else act(y)
-        return self._product(x, act=act, add=add)
+        lora = self.lora if self.lora is not None and self.lora.is_active else None
+        if self.split == "row":
+            y = self._product(x)
+            y = sum_over_ranks(y if lora is None else lora.add_to(y, x))
+            if self.bias is not None:
+                y += self.bias
+            return _followed(y, act, add)
+        if lora is None:
+            return self._product(x, act=act, add=add)
+        return _followed(lora.add_to(self._product(x, add=add), x), act, None)
 
     def _product(
         self, x: torch.Tensor, *, act: Activation | None = None, add: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if self.split == "row":
-            y = sum_over_ranks(self.products[0](x) if self.products else F.linear(x, self.weight))
-            if self.bias is not None:
-                y += self.bias
-        elif self.products:
+        """Of a layer split by rows, what this process adds to the sum."""
+        if self.products:
             return self.products[0](x, act=act, add=add)
-        else:
-            y = F.linear(x, self.weight, self.bias)
-        if act is not None:
-            return act(y)
-        return y if add is None else y + add
+        return _followed(F.linear(x, self.weight, None if self.split == "row" else self.bias), act, add)
 
     def pack(self, make: MakeProduct) -> None:
         """Hands the weight to another way of computing the product.
@@ -128,6 +127,12 @@ class Linear(nn.Module):
         ways = f", {type(self.products[0]).__name__}" if self.products else ""
         split = f", split={self.split}" if self.split else ""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}{parts}{split}{ways}"
+
+
+def _followed(y: torch.Tensor, act: Activation | None, add: torch.Tensor | None) -> torch.Tensor:
+    if act is not None:
+        return act(y)
+    return y if add is None else y + add
 
 
 class GatedLinear(Linear):
