@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 _LEAST_TOKENS = 64
 # Seconds until the device thread of an engine whose ranks have died is given up.
 _LAST_WAIT_S = 5.0
+# Seconds that a thread has to end which waited for processes that have just been ended by force.
+_LAST_LOOK_S = 1.0
 
 
 class Engine:
@@ -503,7 +505,10 @@ class Engine:
         if self._thread.is_alive():
             self._kill()
             logger.error("the device thread has not ended within %.0f s and is given up", drain_s + timeout_s)
+            self._death = self._death or EngineDeadError("the engine is shut down")  # it waits for nothing any more
             self._fail_waiting()
+            self._wake()
+            self._thread.join(_LAST_LOOK_S)
 
     def _fail_waiting(self) -> None:
         with self._changed:

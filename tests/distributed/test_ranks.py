@@ -262,3 +262,18 @@ def child_workers() -> list[int]:
     """Processes that this one has started and that run."""
     children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
     return [int(pid) for pid in children if is_running(int(pid))]
+
+
+def test_a_rank_that_hangs_does_not_outlive_close_and_another_engine_may_follow() -> None:
+    llm = LLM(encoder(), device="cpu", tensor_parallel_size=2, use_tqdm_on_load=False)
+    pids = pids_of(llm)
+    os.kill(pids[0], signal.SIGSTOP)
+    requests = submit(llm, random_ids(110))
+    llm.engine.close(timeout_s=1)
+    for request in requests:
+        with pytest.raises(EngineDeadError, match="the engine is shut down"):
+            request.future.result(1)
+    wait_until_gone(pids)
+    with ranks(encoder(), 2, 1) as llm:
+        for row, other in zip(answers(llm, random_ids(110)), expected(encoder()), strict=True):
+            assert_close(row, other)
