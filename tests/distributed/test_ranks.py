@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
 from functools import cache
@@ -107,10 +107,14 @@ def expected(folder: Path) -> list[torch.Tensor]:
         return answers(llm, random_ids(110))
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
-def test_an_encoder_of_ranks_equals_one_process(tp: int, pp: int) -> None:
-    rows = expected(encoder())
-    with ranks(encoder(), tp, pp, max_num_seqs=2) as llm:
+@pytest.mark.parametrize(
+    ("make", "tp", "pp"),
+    [(encoder, 2, 1), (encoder, 1, 2), (encoder, 2, 2), (decoder, 2, 1), (decoder, 1, 2)],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_whole_prompts_of_ranks_equal_one_process(make: Callable[[], Path], tp: int, pp: int) -> None:
+    rows, settings = expected(make()), WHOLE if make is decoder else {}
+    with ranks(make(), tp, pp, max_num_seqs=2, **settings) as llm:
         for found, row in zip(answers(llm, random_ids(110)), rows, strict=True):
             assert_close(found, row)
 
