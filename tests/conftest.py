@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="set ANYPOOL_BREADTH_TESTS=1 to try every architecture"))
         if item.get_closest_marker("network") and not NETWORK:
             item.add_marker(pytest.mark.skip(reason="set ANYPOOL_NETWORK_TESTS=1 to download"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registries() -> Iterator[None]:
+    """Classes that the tests of a file register are forgotten: other processes could not import local ones."""
+    from anypool.model_executor.registry import ModelRegistry
+
+    before = dict(ModelRegistry._own)
+    yield
+    ModelRegistry._own = before
 
 
 @pytest.fixture(scope="session")
