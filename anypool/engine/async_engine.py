@@ -6,6 +6,7 @@ import asyncio
 import functools
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -49,6 +50,8 @@ class ServingOptions:
 
 # A call of fewer characters that comes alone is prepared on the event loop: handing it to a thread takes longer.
 _TINY = 2048
+# After so many turns of the loop without a call, with so many seconds between them, no more seem to come at once.
+_QUIET_TURNS, _QUIET_S = 2, 0.001
 # Calls of fewer characters are prepared together, larger ones by themselves.
 SMALL = 16_384
 # Of a text, as a rule: large calls that wait to be prepared may have as many as the queue's tokens have.
@@ -90,6 +93,9 @@ class AsyncEngine:
         self._small: list[_Call] = []
         self._large: deque[_Call] = deque()
         self._large_size = 0  # of all that wait
+        self._arriving = self._arrived = 0  # small calls: between arrival and queue, and all that ever came
+        self._watched: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
+        self._quiet_turns = 0
         self._answers: dict[asyncio.AbstractEventLoop, list[tuple[_Call, BaseException | None]]] = {}
 
     async def run(
@@ -139,6 +145,7 @@ class AsyncEngine:
                 raise EngineDeadError("the engine is shut down")
             if size < SMALL:
                 self._small.append(call)
+                self._arriving, self._arrived = self._arriving + 1, self._arrived + 1
             else:
                 self._add_large(call)
         timer = None if options.timeout_s is None else loop.call_later(options.timeout_s, _expire, call)
@@ -197,6 +204,8 @@ class AsyncEngine:
                     self._submit(call)
                 except Exception as error:  # the caller's, whatever it is
                     self._answer(call, error)
+        with self._lock:
+            self._arriving -= sum(call.size < SMALL for call in calls)
 
     def _next(self, *, large: bool) -> Sequence[_Call]:
         """What a thread should prepare: all small calls, or one large call if it may be one."""
@@ -245,6 +254,7 @@ class AsyncEngine:
             is_last = call.unfinished == 0
         error = CancelledError("a request was cancelled") if future.cancelled() else future.exception()
         if error is not None or is_last:
+            self.engine.expect_again()
             self._answer(call, error)
 
     def _answer(self, call: _Call, error: BaseException | None = None) -> None:
@@ -274,6 +284,23 @@ class AsyncEngine:
                 call.answer.set_exception(error)
             else:
                 call.answer.set_result((list(call.requests), [request.future.result() for request in call.requests]))
+        self._quiet_turns = 0
+        if loop not in self._watched:
+            self._watched.add(loop)
+            loop.call_later(_QUIET_S, self._watch, loop, self._arrived)
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, arrived: int) -> None:
+        """Tells the engine when no more of the callers who have just been answered seem to ask again at once.
+
+        A turn of the loop may take in many requests without one having become a call, so one quiet turn is not enough.
+        """
+        is_quiet = arrived == self._arrived and not self._arriving
+        self._quiet_turns = self._quiet_turns + 1 if is_quiet else 0
+        if self._quiet_turns < _QUIET_TURNS:
+            loop.call_later(_QUIET_S, self._watch, loop, self._arrived)
+            return
+        self._watched.discard(loop)
+        self.engine.expect_no_more()
 
 
 def _raisable(error: BaseException) -> Exception:

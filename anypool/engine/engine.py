@@ -22,6 +22,7 @@ from anypool.config import EngineConfig
 from anypool.engine.admission import Admission
 from anypool.engine.faults import deadline_error, model_error, non_finite_error
 from anypool.engine.flight import Flight
+from anypool.engine.gathering import Gathering
 from anypool.engine.health import Health
 from anypool.engine.metrics import EngineMetrics
 from anypool.engine.pieces import LongPrompt, Piece
@@ -35,6 +36,7 @@ from anypool.engine.start import start
 from anypool.engine.tokenization import Tokenizer
 from anypool.errors import EngineDeadError
 from anypool.model_executor.cpu import KeptMemory
+from anypool.model_executor.cpu_shares import computes_on_all_cores
 from anypool.model_executor.faults import forget_tensors, is_out_of_memory, is_peers_failure, is_sticky
 from anypool.model_executor.pooling_model_runner import RunnerOutput
 from anypool.model_executor.transfers import make_current
@@ -68,6 +70,8 @@ class Engine:
         self._set_up(started.config, started.tokenizer, started.loaded)
         self._cache, self._executor = started.cache, started.executor
         self._memory = KeptMemory(self.loaded.device)
+        is_shared = self.loaded.device.type == "cpu" and self._executor.depth == 1 and computes_on_all_cores()
+        self._gathering = Gathering(is_on=is_shared)
         self._executor.watch(self._wake, self._die)
         if self.lora is not None:
             self.lora.on_put = self._executor.put_adapter
@@ -83,6 +87,7 @@ class Engine:
         self._preparation = Preparation(loaded, tokenizer, self.max_model_len, self.lora)
         self._scheduler = Scheduler(max_tokens=config.max_num_batched_tokens, max_seqs=config.max_num_seqs)
         self._admission = Admission(self._scheduler)
+        self._gathering = Gathering(is_on=False)
         self._flights: deque[Flight] = deque()
         self._again: deque[Sequence[Request]] = deque()  # what is left of batches that failed, before all that waits
         self._long: LongPrompt | None = None  # whose next chunk waits
@@ -210,7 +215,9 @@ class Engine:
                 request.deadline = None if timeout_s is None else now + timeout_s
             self.metrics.submitted(requests)
             self._scheduler.add(requests)
-            self._changed.notify()
+            self._gathering.came()
+            if not self._holding:
+                self._changed.notify()
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -223,6 +230,17 @@ class Engine:
             with self._changed:
                 self._holding -= 1
                 self._changed.notify()
+
+    def expect_again(self) -> None:
+        """Says, on the device thread, that a caller gets its answer and may ask again at once: the next batch waits."""
+        with self._changed:
+            self._gathering.answered()
+
+    def expect_no_more(self) -> None:
+        """Says that no more calls seem to come at once: the next batch may begin."""
+        with self._changed:
+            self._gathering.end()
+            self._changed.notify()
 
     def _sweep(self) -> None:
         """Drops those that nobody waits for. It looks at the whole queue, so a twentieth of the time may go into it."""
@@ -293,7 +311,9 @@ class Engine:
                 oldest = self._flights[0] if self._flights else None
                 if oldest is not None and oldest.is_done:
                     return oldest
-                if len(self._flights) < self._executor.depth and (requests := self._take()):
+                wait_s = self._gathering.wait_s(is_full=self._scheduler.waiting_tokens >= self._scheduler.max_tokens)
+                if len(self._flights) < self._executor.depth and not wait_s and (requests := self._take()):
+                    self._gathering.batch_began()
                     self._running = [*self._running, *requests]
                     return requests
                 if oldest is None:
@@ -302,7 +322,7 @@ class Engine:
                         return None
                 elif not self._executor.calls_back:
                     return oldest
-                self._changed.wait()
+                self._changed.wait(wait_s or None)
             return None
 
     def _take(self) -> Sequence[Request]:
@@ -383,6 +403,8 @@ class Engine:
         pieces, ended = flight.pieces, time.monotonic()
         self.metrics.ran(pieces, output, budget=flight.budget)
         self._admission.ran(sum(map(len, pieces)), began=flight.began, ended=ended, is_full=flight.leaves_others)
+        with self._changed:
+            self._gathering.batch_ended(ended - flight.began)
         if flight.long is None:
             for index, piece in enumerate(pieces):
                 self._finish(piece, output, index)

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from anypool.model_executor.cpu import cgroup_cpus
 
 _SYSTEM = Path("/sys/devices/system")
@@ -48,6 +50,14 @@ def share_cpus(count: int, *, system: Path = _SYSTEM, quota: int | None = None) 
     quota = cgroup_cpus() if quota is None else quota
     most = len([cpu for core in cores for cpu in core]) if quota is None else max(1, quota // count)
     return [CpuShare(cpus=cpus, threads=min(most, len(cpus))) for cpus in map(_flat, shares)]
+
+
+def computes_on_all_cores(*, system: Path = _SYSTEM) -> bool:
+    """Whether torch's threads, as many as the calling thread may use, leave no core to others."""
+    if not hasattr(os, "sched_getaffinity"):
+        return torch.get_num_threads() >= (os.cpu_count() or 1)
+    cores, quota = len(_cores(os.sched_getaffinity(0), system)), cgroup_cpus()
+    return torch.get_num_threads() >= (cores if quota is None else min(cores, quota))
 
 
 def _flat(cores: Sequence[Sequence[int]]) -> tuple[int, ...]:
