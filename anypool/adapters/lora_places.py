@@ -121,8 +121,9 @@ class Places:
             except (AttributeError, NotImplementedError):  # not every module has one table
                 return ()
             return {table} if isinstance(table, nn.Embedding) else ()
+        names = (*_TABLES, *getattr(self._model, "lora_tables", ()))
         named = self._model.named_modules()
-        return {one for name, one in named if isinstance(one, Embedding) and name.rpartition(".")[2] in _TABLES}
+        return {one for name, one in named if isinstance(one, Embedding) and name.rpartition(".")[2] in names}
 
     def _head_layers(self, head: Head | None, recipe: Recipe) -> Iterator[tuple[str, Place]]:
         if head is not None:
