@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from anypool.adapters.listwise import read_projector
 from anypool.adapters.module_files import (
     PASSIVE_MODULES,
     module_config,
@@ -328,6 +329,8 @@ def build_token_head(
     repository: Repository, recipe: MultiVectorRecipe, in_features: int, checkpoint: Checkpoint, *, name: str
 ) -> tuple[nn.Sequential, int, frozenset[str]]:
     """What turns a token's state into its vector, the vector's size, and the backbone's tensors that are in it."""
+    if recipe.is_listwise:
+        return read_projector(checkpoint, in_features, name=name)
     if recipe.projection is not None:
         head, size = stanford_projection(name, recipe.projection, checkpoint)
         return head, size, frozenset({f"{recipe.projection}.weight"})

@@ -76,22 +76,30 @@ class MultiVectorRecipe:
         library: Which wrote it: PyLate, Stanford ColBERT or sentence-transformers.
         queries, documents: How either is read.
         only_token_ids: The tokens of documents that have a vector; None for all.
+        only_tokens: The same for queries and documents, as the vocabulary writes them; empty for all.
         unknown_is_skipped: Whether a word of the skiplist that is no token stands for the unknown token.
         modules: (type, path, config) of what follows the backbone, the closing Normalize left out.
         projection: Name of the tensor of the projection, where it lies among the backbone's.
         token_pooling: What is done to documents in the end.
-        similarity: "maxsim", or "meanmaxsim": the same divided by the number of the query's vectors.
+        similarity: "maxsim"; "meanmaxsim", the same divided by the number of the query's vectors; or "listwise", where
+            a text is a whole list: documents, each with one vector, and the query, with the last one.
     """
 
     library: str
     queries: SideRecipe
     documents: SideRecipe
     only_token_ids: tuple[int, ...] | None = None
+    only_tokens: tuple[str, ...] = ()
     unknown_is_skipped: bool = False
     modules: tuple[tuple[str, str, Mapping[str, Any]], ...] = ()
     projection: str | None = None
     token_pooling: TokenPooling | None = None
     similarity: str = "maxsim"
+
+    @property
+    def is_listwise(self) -> bool:
+        """Whether all documents of a query are one text."""
+        return self.similarity == "listwise"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +255,12 @@ def _side(recipe: SideRecipe, whole: MultiVectorRecipe, vocabulary: Vocabulary, 
     if None in found and whole.unknown_is_skipped:
         found.add(unknown)
     only = whole.only_token_ids if recipe is whole.documents else None
+    if whole.only_tokens:
+        ids = {token: vocabulary.find(token) for token in whole.only_tokens}
+        only = tuple(i for i in ids.values() if i is not None)
+        if len(only) < len(ids):
+            missing = ", ".join(token for token, i in ids.items() if i is None)
+            raise CheckpointFormatError(f"{name}: its tokenizer has no {missing}, whose vectors it is about")
     return Side(
         marker=marker,
         length=recipe.length,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from anypool.adapters.colpali_engine import with_base
 from anypool.adapters.dense_choice import choose_dense, dense_folders
 from anypool.adapters.late_interaction import read_late_interaction
+from anypool.adapters.listwise import with_listwise
 from anypool.adapters.peft_repository import base_of, classifier_of, open_adapter, refuse_another_model
 from anypool.adapters.recipe import Recipe, recipe_of_family
 from anypool.adapters.sentence_transformers import read_recipe
@@ -68,6 +69,8 @@ def open_model(engine: EngineConfig, *, weights: bool = True) -> OpenedModel:
     if config.family is not None:
         recipe = recipe_of_family(recipe, config.family)
     recipe = with_tasks(recipe, backbone, config)
+    in_windows = engine.pooler_config is not None and engine.pooler_config.enable_chunked_processing
+    recipe = with_listwise(recipe, config, in_windows=in_windows)
     folders = dense_folders(repository, recipe)
     if folders:
         config = config.replace(is_matryoshka=False)

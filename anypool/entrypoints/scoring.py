@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from anypool.engine.engine import Engine
 from anypool.engine.prompt_options import PromptOptions
 from anypool.engine.prompts import ImagePrompt, Prompt, TextPair, as_image_prompt, check_text
 from anypool.engine.request import Request
+from anypool.entrypoints.listwise import count_cut, list_scores, listwise_options, listwise_params, plan_lists
 from anypool.errors import InvalidParameterError, InvalidPromptError, UnsupportedTaskError
 from anypool.kernels.maxsim import maxsim
 from anypool.model_executor.cpu import run_apart
@@ -190,6 +192,8 @@ def plan_scores(
         UnsupportedTaskError: The model gives several labels, of which none is the score.
     """
     loaded = engine.loaded
+    if is_listwise(engine):
+        return _lists(engine, left, right, params, options, template, instruction, fuse)
     if fuse is not False:
         return _fused(engine, left, right, params, options, roles, _fusion_weights(engine, fuse))
     if reads_pairs(engine):
@@ -216,6 +220,12 @@ def plan_scores(
     return _embeddings(engine, left, right, params, options, roles)
 
 
+def is_listwise(engine: Engine) -> bool:
+    """Whether the model reads all documents of a query at once."""
+    multi_vector = engine.loaded.multi_vector
+    return multi_vector is not None and multi_vector.recipe.is_listwise
+
+
 def reads_pairs(engine: Engine) -> bool:
     """Whether the model reads both texts of a pair together, rather than each by itself."""
     loaded = engine.loaded
@@ -226,6 +236,42 @@ def reads_pairs(engine: Engine) -> bool:
 
 def _compares_tokens(engine: Engine) -> bool:
     return engine.loaded.facts.score_type == "late-interaction"
+
+
+def _lists(
+    engine: Engine,
+    left: list[str],
+    right: list[str],
+    params: PoolingParams | None,
+    options: PromptOptions,
+    template: ChatTemplate | None,
+    instruction: str | None,
+    fuse: bool | Sequence[float],
+) -> ScoringPlan:
+    """The documents of each query as a list, which is run in as many prompts as it takes."""
+    name = engine.loaded.config.name
+    for field, given in (("chat_template", template), ("fuse", fuse or None)):
+        if given is not None:
+            raise InvalidParameterError(f"{name} reads a list of documents, so it takes no {field}", param=field)
+    if any(isinstance(one, ImagePrompt) for one in (*left, *right)):
+        raise InvalidPromptError(f"{name} reads texts, and there is an image among them")
+    vectors = listwise_params(params, name)
+    lists = plan_lists(engine, left, right, options, instruction)
+    prompts = [block.prompt for blocks in lists for block in blocks]
+
+    def finish(ran: Sequence[Ran]) -> Scores:
+        [(requests, results)] = ran
+        found: dict[int, tuple[torch.Tensor, list[Request]]] = {}
+        run = zip(requests, results, strict=True)
+        for blocks in lists:
+            own = [next(run) for _ in blocks]
+            scores = run_apart(partial(list_scores, blocks, [rows for _, rows in own]))
+            for block, (request, _) in zip(blocks, own, strict=True):
+                count_cut(block, request)
+                found |= {index: (scores[index], [request]) for index in block.pairs}
+        return [found[index] for index in range(len(left))]
+
+    return ScoringPlan((Job(prompts, PoolingTask.TOKEN_EMBED, vectors, listwise_options(options)),), finish)
 
 
 def _one_score_each(ran: Sequence[Ran]) -> Scores:

@@ -31,6 +31,7 @@ class Family:
         default_prompt_name: The prompt used where none is asked for.
         skip_rule: How many leading tokens a prompt that is not pooled takes; see `SkipRule`.
         adds_eos: Whether `eos_token` is put after each text.
+        is_listwise: Whether it scores all documents of a list in one prompt.
         norms_before_cut: Whether embeddings are layer-normalised, without weights, before they are cut.
     """
 
@@ -43,6 +44,7 @@ class Family:
     skip_rule: SkipRule = "prompt"
     adds_eos: bool = False
     norms_before_cut: bool = False
+    is_listwise: bool = False
 
 
 def _in_both_directions(model_type: str, model: str) -> Family:
@@ -150,10 +152,8 @@ def _jina_v3(raw: Mapping[str, Any], name: str) -> Family:
     return Family(config=own, types=(PoolingType.MEAN,), normalize=True)
 
 
-# What no backbone with a pooler can give, by the name in `architectures` or of the class in `auto_map`.
-_REFUSED = {
-    "JinaForRanking": "it scores all documents of a list in one prompt (jina-reranker-v3)",
-}
+# jina-reranker-v3 (Wang et al., arXiv:2509.25085): a decoder, and what `adapters/listwise.py` knows of it.
+_JINA_RERANKER = Family(config={"architectures": ["Qwen3ForCausalLM"]}, is_listwise=True)
 
 
 def _own_code(raw: Mapping[str, Any]) -> Mapping[str, str]:
@@ -179,8 +179,12 @@ def find_family(
     own_code, listed = _own_code(raw), raw.get("architectures")
     architectures = [one for one in listed if isinstance(one, str)] if isinstance(listed, list) else []
     classes = {*architectures, *(place.rsplit(".", 1)[-1] for place in own_code.values())}
-    for refused in sorted(classes & set(_REFUSED)):
-        raise UnsupportedArchitectureError(f"{name}: {refused} is not supported: {_REFUSED[refused]}")
+    if "JinaForRanking" in classes:
+        if raw.get("model_type") != "qwen3":
+            raise UnsupportedArchitectureError(
+                f"{name}: a JinaForRanking over model_type {raw.get('model_type')!r}; supported: 'qwen3'"
+            )
+        return _JINA_RERANKER
     if raw.get("model_type") == "nomic_bert":
         return _NOMIC
     if "XLMRobertaLoRA" in classes:

@@ -12,7 +12,7 @@ from anypool.kernels.normalize_cut import normalize_cut
 from anypool.kernels.token_pool import token_pool
 from anypool.pooling.methods import Segments
 from anypool.pooling.plan import PoolingPlan
-from anypool.pooling.pooler import PooledGroup, Pooler, by_plan, rows_of
+from anypool.pooling.pooler import ChunkedPooling, PooledGroup, Pooler, RowByRow, by_plan, rows_of
 from anypool.pooling.token_pooling import pool_tokens
 
 
@@ -78,3 +78,8 @@ class MultiVectorPooler(Pooler):
                 values, counts = torch.cat(pooled), tuple(map(len, pooled))
             groups.append(PooledGroup(indices, values, counts))
         return groups
+
+    def begin(self, plan: PoolingPlan, *, skip: int = 0, pad_token_id: int | None = None) -> ChunkedPooling:
+        if plan.token_pooling is not None:  # which clusters the vectors of a whole text
+            return super().begin(plan, skip=skip, pad_token_id=pad_token_id)
+        return RowByRow(self, plan)

@@ -112,7 +112,7 @@ class _Whole(ChunkedPooling):
         return cast(PooledGroup, group)
 
 
-class _RowByRow(ChunkedPooling):
+class RowByRow(ChunkedPooling):
     """Pools each chunk by itself: for results of one row per token."""
 
     def __init__(self, pooler: Pooler, plan: PoolingPlan) -> None:
@@ -241,7 +241,7 @@ class TokenEmbedPooler(Pooler):
         return groups
 
     def begin(self, plan: PoolingPlan, *, skip: int = 0, pad_token_id: int | None = None) -> ChunkedPooling:
-        return _RowByRow(self, plan)
+        return RowByRow(self, plan)
 
 
 class ScorePooler(SequencePooler):
@@ -288,7 +288,7 @@ class TokenScorePooler(Pooler):
         return groups
 
     def begin(self, plan: PoolingPlan, *, skip: int = 0, pad_token_id: int | None = None) -> ChunkedPooling:
-        return _RowByRow(self, plan)
+        return RowByRow(self, plan)
 
 
 def score_rows(

@@ -426,8 +426,8 @@ def test_nv_embed_is_the_mean_of_latent_states_with_its_count_of_the_instruction
     [("JinaForRanking", {}), ("Qwen3ForCausalLM", {"auto_map": {"AutoModel": "m.JinaForRanking"}})],
     ids=["by-name", "by-code"],
 )
-def test_a_listwise_reranker_is_refused_by_its_name(marks: tuple[str, Any]) -> None:
-    with pytest.raises(UnsupportedArchitectureError, match="JinaForRanking is not supported: it scores all documents"):
+def test_a_listwise_reranker_over_another_backbone_is_refused(marks: tuple[str, Any]) -> None:
+    with pytest.raises(UnsupportedArchitectureError, match="a JinaForRanking over model_type 'llama'"):
         embed(renamed(tiny_llama(), marks[0], **marks[1]), SHORT)
 
 

@@ -26,6 +26,7 @@ from anypool.engine.request import Request
 from anypool.engine.spans import SpannedPrompt
 from anypool.engine.tokenization import Tokenizer
 from anypool.entrypoints.cli_info import describe
+from anypool.entrypoints.scoring import is_listwise
 from anypool.entrypoints.serve.prompt_names import NamedPrompts
 from anypool.entrypoints.serve.schemas.chat import ChatFields, Conversation, image_urls
 from anypool.entrypoints.serve.schemas.common import CommonFields
@@ -91,6 +92,8 @@ class ServedModel:
         """What it is first of all: embedding, reranker, classifier or reward."""
         loaded = self.engine.loaded
         scores = loaded.defaults.scores
+        if is_listwise(self.engine):
+            return "reranker"
         if loaded.head is not None and loaded.head.is_reward:
             return "reward"
         if PoolingTask.CLASSIFY in scores and scores[PoolingTask.CLASSIFY].columns == 1:
