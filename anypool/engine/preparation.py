@@ -12,8 +12,8 @@ from anypool.config import require
 from anypool.engine.assembly import Assembly
 from anypool.engine.fitting import Fitted, Fitting
 from anypool.engine.image_prompts import ImagePrompts
+from anypool.engine.known_adapters import KnownAdapters, assign, find_adapters
 from anypool.engine.lookup import Lookup
-from anypool.engine.lora import LoRAManager, assign, find_adapters
 from anypool.engine.prompt_encoding import PromptEncoding
 from anypool.engine.prompt_options import PromptOptions
 from anypool.engine.prompts import ImagePrompt, Prompt, TextPair, check_prompt
@@ -70,7 +70,7 @@ class Preparation:
         loaded: LoadedModel,
         tokenizer: Tokenizer | None,
         max_model_len: int,
-        lora: LoRAManager | None = None,
+        lora: KnownAdapters | None = None,
     ) -> None:
         self.loaded = loaded
         self.tokenizer = tokenizer

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
-from anypool.engine.replicas.wire import Channel, Failed, Ready, Said, Sent, Setup, Work
+from anypool.engine.replicas.wire import Channel, Failed, Question, Ready, Said, Sent, Setup, Work
 from anypool.errors import EngineDeadError
 
 # Seconds that a process gets to end by itself.
@@ -80,9 +80,11 @@ class ReplicaProcess:
                 return message, content
             logging.getLogger(message.logger).log(message.level, "%s", message.message)
 
-    def post(self, requests: Sequence[Sent] = (), cancelled: Sequence[int] = ()) -> None:
-        """Sends requests and cancellations, without waiting for the replica to take them."""
-        self._outbox.put(Work(requests, cancelled))
+    def post(
+        self, requests: Sequence[Sent] = (), cancelled: Sequence[int] = (), questions: Sequence[Question] = ()
+    ) -> None:
+        """Sends what there is for the replica, without waiting for it to take that."""
+        self._outbox.put(Work(requests, cancelled, questions))
 
     def close(self) -> None:
         """Has it end when it has taken what was posted."""
@@ -127,14 +129,15 @@ class ReplicaProcess:
 
     def _gather(self, first: Work) -> tuple[Work, bool]:
         """All work that is posted, and whether that was the last."""
-        requests, cancelled = list(first.requests), list(first.cancelled)
+        requests, cancelled, questions = list(first.requests), list(first.cancelled), list(first.questions)
         while True:
             try:
                 more = self._outbox.get_nowait()
             except queue.Empty:
-                return Work(requests, cancelled), False
+                return Work(requests, cancelled, questions), False
             if more is None:
-                return Work(requests, cancelled), True
+                return Work(requests, cancelled, questions), True
             assert isinstance(more, Work)
             requests += more.requests
             cancelled += more.cancelled
+            questions += more.questions
