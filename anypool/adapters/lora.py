@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,11 +54,13 @@ class LoRAModel:
 
     Attributes:
         slots: The room.
+        tasks: Slots of the checkpoint's own adapters, by name. They are the first ones, and stay.
     """
 
     def __init__(self, model: Any, places: Places, slots: LoRASlots) -> None:
         self._model, self._places, self.slots = model, places, slots
         self._layers: dict[nn.Module, LinearLoRA | EmbeddingLoRA] = {}
+        self.tasks: dict[str, int] = {}
         if isinstance(model, TwoTowerModel):  # no other class has places in its vision tower
             model.features.slots = slots
 
@@ -83,6 +85,12 @@ class LoRAModel:
                     f"{self.slots.rank}: start with max_lora_rank={patch.rank}"
                 )
         return fitted
+
+    def keep(self, tasks: Mapping[str, PeftAdapter]) -> None:
+        """Puts the checkpoint's own adapters into the first slots. Errors as in `fit`."""
+        for slot, (name, adapter) in enumerate(tasks.items()):
+            self.put(slot, self.fit(adapter))
+            self.tasks[name] = slot
 
     def put(self, slot: int, fitted: FittedAdapter) -> None:
         """Puts an adapter into a slot that no running batch reads."""
@@ -137,6 +145,11 @@ class LoRAModel:
         for place, patch in fitted.heads:
             _merge_linear(memo[id(place.module)], patch)
         return poolers
+
+
+def rank_of(adapter: PeftAdapter) -> int:
+    """The highest rank that an adapter has for a layer."""
+    return max((patch.rank for patch in adapter.patches.values()), default=0)
 
 
 def fit(places: Places, adapter: PeftAdapter) -> FittedAdapter:

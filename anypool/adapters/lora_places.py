@@ -103,7 +103,7 @@ class Places:
 
     def _layers(self) -> Iterator[tuple[str, Place]]:
         inside = set() if self._pooler is None else set(self._pooler.modules())
-        table = self._foreign_table()
+        table, names = self._foreign_table(), (*_TABLES, *getattr(self._model, "lora_tables", ()))
         for name, module, elsewhere in self._modules():
             if module in inside:
                 continue
@@ -116,7 +116,7 @@ class Places:
                 yield name, Place(module, 0, module.out_size, is_elsewhere=elsewhere)
             elif is_foreign_linear(module) or isinstance(module, nn.Linear):
                 yield name, Place(module, 0, out_features(module))
-            elif isinstance(module, Embedding) and name.rpartition(".")[2] in _TABLES:
+            elif isinstance(module, Embedding) and name.rpartition(".")[2] in names:
                 yield name, Place(module, 0, module.num_rows, is_table=True, is_elsewhere=elsewhere)
             elif table is not None and module is table:
                 yield name, Place(module, 0, len(table.weight), is_table=True)
