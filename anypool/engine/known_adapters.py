@@ -29,11 +29,13 @@ class KnownAdapter:
         request: What the caller calls it.
         number: Of this content of its files. No other content ever has it, so what is cached under it is never stale.
         files: These, as they were when it was read.
+        is_task: Whether it is the checkpoint's own, for one of its tasks.
     """
 
     request: LoRARequest
     number: int
     files: Files = field(repr=False)
+    is_task: bool = False
 
 
 class KnownAdapters(ABC):
@@ -41,20 +43,38 @@ class KnownAdapters(ABC):
 
     Args:
         cache_dir: Where downloads are kept.
+        tasks: The checkpoint's own adapters, which are always in memory. Their numbers are the first ones.
+        takes_more: Whether requests may name others than these.
+
+    Attributes:
+        takes_more: The same.
     """
 
-    def __init__(self, *, cache_dir: str | None = None) -> None:
-        self._cache_dir = cache_dir
+    def __init__(self, *, cache_dir: str | None = None, tasks: Iterable[str] = (), takes_more: bool = True) -> None:
+        self._cache_dir, self.takes_more = cache_dir, takes_more
         self._lock = threading.RLock()
         self._reading = threading.Lock()
         self._known: dict[int, KnownAdapter] = {}
         self._numbers = itertools.count(1)
+        numbered = ((task, next(self._numbers)) for task in tasks)
+        self._tasks = {
+            task: KnownAdapter(LoRARequest(task, number, task), number, (), is_task=True) for task, number in numbered
+        }
 
     @property
     def requests(self) -> tuple[LoRARequest, ...]:
         """The adapters that are known, in the order in which they came."""
         with self._lock:
             return tuple(known.request for known in self._known.values())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What requests may call an adapter."""
+        return (*self._tasks, *(request.lora_name for request in self.requests))
+
+    def task(self, name: str) -> KnownAdapter | None:
+        """The checkpoint's own adapter for a task; None where it has none of that name."""
+        return self._tasks.get(name)
 
     def find(self, name: str) -> LoRARequest | None:
         """The known adapter of a name."""
@@ -65,8 +85,10 @@ class KnownAdapters(ABC):
 
         Raises:
             ModelLoadError: It cannot be found or read, does not fit the model, or can only be merged.
-            InvalidParameterError: Another adapter has its id.
+            InvalidParameterError: Another adapter has its id, or none but those of tasks are taken.
         """
+        if not self.takes_more:
+            raise _not_enabled(request)
         with self._lock:
             known = self._known.get(request.lora_int_id)
             if known is not None:
@@ -135,23 +157,32 @@ def find_adapters(manager: KnownAdapters | None, asked: Any, count: int) -> list
     if all(one is None for one in each):
         return [None] * count
     if manager is None:
-        raise InvalidParameterError(
-            f"lora_request={asked!r:.200}: this engine was started without enable_lora=True", param="lora_request"
-        )
-    found: dict[LoRARequest | None, KnownAdapter | None] = {None: None}
-    requests = [_request(manager, one) for one in each]
-    for request in requests:
-        if request is not None and request not in found:
-            found[request] = manager.add(request)
-    return [found[request] for request in requests]
+        raise _not_enabled(asked)
+    found: dict[LoRARequest, KnownAdapter] = {}
+    adapters: list[KnownAdapter | None] = []
+    for one in each:
+        known = manager.task(one) if isinstance(one, str) else None
+        if one is not None and known is None:
+            request = _request(manager, one)
+            if request not in found:
+                found[request] = manager.add(request)
+            known = found[request]
+        adapters.append(known)
+    return adapters
 
 
-def _request(manager: KnownAdapters, asked: Any) -> LoRARequest | None:
-    if asked is None or isinstance(asked, LoRARequest):
+def _not_enabled(asked: Any) -> InvalidParameterError:
+    return InvalidParameterError(
+        f"lora_request={asked!r:.200}: this engine was started without enable_lora=True", param="lora_request"
+    )
+
+
+def _request(manager: KnownAdapters, asked: Any) -> LoRARequest:
+    if isinstance(asked, LoRARequest):
         return asked
     known = manager.find(asked) if isinstance(asked, str) else None
     if known is None:
-        names = ", ".join(repr(request.lora_name) for request in manager.requests) or "none"
+        names = ", ".join(map(repr, manager.names)) or "none"
         raise InvalidParameterError(
             f"lora_request={asked!r} is neither a LoRARequest nor the name of an adapter that is known: {names}",
             param="lora_request",

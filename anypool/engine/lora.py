@@ -32,11 +32,13 @@ class LoRAManager(KnownAdapters):
     """
 
     def __init__(self, model: LoRAModel, *, cache_dir: str | None = None) -> None:
-        super().__init__(cache_dir=cache_dir)
+        room = range(len(model.tasks), model.slots.slots)
+        super().__init__(cache_dir=cache_dir, tasks=model.tasks, takes_more=bool(room))
         self._model = model
+        self._kept = {known.number: model.tasks[task] for task, known in self._tasks.items()}
         self._unplaced: OrderedDict[int, FittedAdapter] = OrderedDict()  # by number
         self._slots: OrderedDict[int, int] = OrderedDict()  # number -> slot, the least recently used first
-        self._free = list(reversed(range(model.slots.slots)))
+        self._free, self._room = list(reversed(room)), max(1, len(room))
         self.on_put: Callable[[int, PeftAdapter], None] = lambda slot, adapter: None
 
     @property
@@ -56,10 +58,11 @@ class LoRAManager(KnownAdapters):
             by_number.setdefault(0 if request.lora is None else request.lora.number, []).append(request)
         if not self._model.mixes:
             return list(by_number.values())
-        of_none, room = by_number.pop(0, []), self._model.slots.slots
+        without_slot = [by_number.pop(number) for number in (0, *self._kept) if number in by_number]
+        first, room = list(itertools.chain(*without_slot)), self._room
         others = [by_number[number] for number in sorted(by_number)]
         found = [list(itertools.chain(*others[i : i + room])) for i in range(0, len(others), room)]
-        return [of_none + found[0], *found[1:]] if found else [of_none]
+        return [first + found[0], *found[1:]] if found else [first]
 
     def place(self, requests: Sequence[Request]) -> list[int]:
         """The slot of each request's adapter, on the device thread, which puts there what is not.
@@ -67,7 +70,8 @@ class LoRAManager(KnownAdapters):
         Args:
             requests: The next batch. Those of the batch before have ended.
         """
-        needed = {request.lora.number: request.lora for request in requests if request.lora is not None}
+        adapters = [request.lora for request in requests if request.lora is not None]
+        needed = {known.number: known for known in adapters if not known.is_task}
         for number, known in needed.items():
             with self._lock:
                 if number in self._slots:
@@ -80,7 +84,8 @@ class LoRAManager(KnownAdapters):
             self.on_put(slot, fitted.adapter)
             with self._lock:
                 self._slots[number] = slot
-        return [BASE if request.lora is None else self._slots[request.lora.number] for request in requests]
+        slots = {**self._slots, **self._kept}
+        return [BASE if request.lora is None else slots[request.lora.number] for request in requests]
 
     def _slot(self, needed: Collection[int]) -> int:
         """A free slot, or that of the least recently used adapter that the batch does not need."""

@@ -106,7 +106,8 @@ class Preparation:
             raise InvalidPromptError(f"prompts={prompts!r:.80} is not a list of prompts")
         tasks = (task,) if isinstance(task, PoolingTask) else tuple(task)
         plans = self._plans(len(prompts), tasks, params)
-        adapters = find_adapters(self._lora, options.lora_request, len(prompts))
+        asked = options.lora_request if options.lora_request is not None else self._encoding.task(options)
+        adapters = find_adapters(self._lora, asked, len(prompts))
         requests = self._prepare(prompts, tasks, plans, options)
         if any(adapters):
             assign(requests, adapters)

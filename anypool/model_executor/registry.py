@@ -28,6 +28,8 @@ _NATIVE: dict[str, str] = {
     "Gemma3TextModel": "gemma:Gemma3ForCausalLM",
     "GemmaForCausalLM": "gemma:GemmaForCausalLM",
     "GemmaModel": "gemma:GemmaForCausalLM",
+    "JinaEmbeddingsV3ForMaskedLM": "jina:JinaEmbeddingsV3Model",
+    "JinaEmbeddingsV3Model": "jina:JinaEmbeddingsV3Model",
     "LlamaForCausalLM": "llama:LlamaForCausalLM",
     "LlamaModel": "llama:LlamaForCausalLM",
     "MPNetForMaskedLM": "mpnet:MPNetModel",

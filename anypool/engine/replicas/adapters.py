@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 from anypool.config import LoRARequest
 from anypool.engine.known_adapters import KnownAdapter, KnownAdapters
@@ -20,11 +21,11 @@ class FrontAdapters(KnownAdapters):
 
     Args:
         check: Has a replica read one, and raises why it cannot.
-        cache_dir: Where downloads are kept.
+        **how: As `KnownAdapters` has them.
     """
 
-    def __init__(self, check: Callable[[KnownAdapter], None], *, cache_dir: str | None = None) -> None:
-        super().__init__(cache_dir=cache_dir)
+    def __init__(self, check: Callable[[KnownAdapter], None], **how: Any) -> None:
+        super().__init__(**how)
         self._check = check
 
     def _read(self, known: KnownAdapter, repository: Repository) -> None:
@@ -53,7 +54,7 @@ class ReplicaAdapters:
 
     def are_read_for(self, request: Request) -> bool:
         """Whether `assign` has nothing to read."""
-        return request.lora is None or request.lora.number in self._read
+        return request.lora is None or request.lora.is_task or request.lora.number in self._read
 
     def assign(self, request: Request) -> None:
         """Gives a request from the front this engine's own adapter, for all that it asks.
@@ -70,7 +71,7 @@ class ReplicaAdapters:
     def read(self, known: KnownAdapter) -> KnownAdapter:
         """Reads an adapter on its first use; errors as for `assign`."""
         assert self._adapters is not None, "the front was started with enable_lora as well"
-        own = self._read.get(known.number)
+        own = self._adapters.task(known.request.lora_name) if known.is_task else self._read.get(known.number)
         if own is not None:
             return own
         asked = known.request

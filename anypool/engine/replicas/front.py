@@ -74,7 +74,10 @@ class Replicas(Engine):
                 use_tqdm_on_load=config.use_tqdm_on_load,
                 kv_cache_memory_fraction=config.kv_cache_memory_fraction,
             )
-            adapters = FrontAdapters(self._check_adapter, cache_dir=config.download_dir) if config.enable_lora else None
+            adapters, tasks = None, tuple(dict.fromkeys(first.loaded.recipe.tasks.values()))
+            if tasks or config.enable_lora:
+                how = {"cache_dir": config.download_dir, "tasks": tasks, "takes_more": config.enable_lora}
+                adapters = FrontAdapters(self._check_adapter, **how)
             self._set_up(resolved, first.tokenizer, first.loaded, adapters)
         except BaseException:
             for process in processes:
