@@ -427,16 +427,6 @@ class EngineConfig:
 
 
 def _check_loras(config: EngineConfig) -> None:
-    require(
-        config.pipeline_parallel_size == 1 or not (config.enable_lora or config.lora),
-        f"pipeline_parallel_size={config.pipeline_parallel_size!r}: LoRA adapters need all layers in one process; "
-        "leave it at 1, or merge the adapter with peft and save the result",
-    )
-    require(
-        config.data_parallel_size == 1 or not config.enable_lora,
-        f"data_parallel_size={config.data_parallel_size!r}: replicas take no LoRA adapters request by request; leave "
-        "it at 1, or merge one with lora=",
-    )
     modules = config.lora_modules
     is_named = isinstance(modules, Mapping) and all(
         isinstance(one, str) and one for pair in modules.items() for one in pair

@@ -15,7 +15,7 @@ from anypool.adapters.head_choice import Beside, choose_template, find_beside, p
 from anypool.adapters.heads import Head
 from anypool.adapters.late_interaction import build_token_head
 from anypool.adapters.layer_weights import mix_layers
-from anypool.adapters.lora import LoRAModel, merge
+from anypool.adapters.lora import LoRAModel, merge, rank_of
 from anypool.adapters.lora_places import Places
 from anypool.adapters.module_head import build_head
 from anypool.adapters.multi_vector import MultiVector, Vocabulary, serve_token_vectors, token_vector_defaults
@@ -28,6 +28,7 @@ from anypool.adapters.recipe import Recipe
 from anypool.adapters.rerank_templates import RerankTemplate
 from anypool.adapters.settings import Setting, pooling_defaults, resolve_settings
 from anypool.adapters.sparse import Backing, SparseHead
+from anypool.adapters.task_adapters import read_task_adapters
 from anypool.config import EngineConfig, PoolerConfig
 from anypool.errors import CheckpointFormatError, ConfigError
 from anypool.model_executor.degrees import require_degree
@@ -40,6 +41,7 @@ from anypool.model_executor.registry import ModelRegistry
 from anypool.model_executor.stages import keep_stage, require_stages
 from anypool.model_executor.weights.checkpoint import Checkpoint, open_checkpoint
 from anypool.model_executor.weights.loading import construct
+from anypool.model_executor.weights.lora import PeftAdapter
 from anypool.model_executor.weights.repository import Repository
 from anypool.pooling.methods import PoolingType
 from anypool.pooling.plan import PoolingDefaults
@@ -153,7 +155,8 @@ def load_pooling_model(
         _install_poolers(model, opened, vectors, beside, settings, user, device=device, dtype=dtype)
     model.eval()
     claimed = beside.claimed | vectors.claimed
-    lora = _take_adapters(engine, model, opened, beside, claimed, dtype=dtype, device=device)
+    tasks = read_task_adapters(opened.backbone, config, checkpoint)
+    lora = _take_adapters(engine, model, opened, beside, claimed, tasks, dtype=dtype, device=device)
     quantization = None
     if engine.quantization is not None:
         compared = (PoolingType.MEAN,) if is_pooling_model(model_cls) else vectors.types
@@ -295,25 +298,29 @@ def _install_poolers(
 
 
 def _take_adapters(
-    engine: EngineConfig, model: Any, opened: OpenedModel, beside: Beside, claimed: frozenset[str], **how: Any
+    engine: EngineConfig,
+    model: Any,
+    opened: OpenedModel,
+    beside: Beside,
+    claimed: frozenset[str],
+    tasks: Mapping[str, PeftAdapter],
+    **how: Any,
 ) -> LoRAModel | None:
-    """Merges the adapters of a checkpoint, and makes room for those of requests where they may name some."""
-    if not (opened.adapters or engine.enable_lora):
+    """Merges the adapters of a checkpoint, and makes room for those of its tasks and of requests."""
+    if not (opened.adapters or engine.enable_lora or tasks):
         return None
     config = opened.config
-    if ranks().pp_size > 1:
-        raise ConfigError(
-            f"{config.name}: LoRA adapters need all layers in one process: leave pipeline_parallel_size at 1, or merge "
-            "the adapter with peft and save the result"
-        )
     places = Places(model, head=beside.head, recipe=opened.recipe, claimed=claimed)
     if not places.are_linear:
         raise ConfigError(f"{config.name} has no linear layers that LoRA could be added to: leave it out")
     for adapter in opened.adapters:
         merge(places, adapter)
-    if not engine.enable_lora:
+    room, rank = (engine.max_loras, engine.max_lora_rank) if engine.enable_lora else (0, 1)
+    if not (room or tasks):
         return None
-    return LoRAModel(model, places, LoRASlots(engine.max_loras, engine.max_lora_rank, **how))
+    lora = LoRAModel(model, places, LoRASlots(len(tasks) + room, max(rank, *map(rank_of, tasks.values()), 0), **how))
+    lora.keep(tasks)
+    return lora
 
 
 def _quantize(

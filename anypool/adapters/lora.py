@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,11 +54,13 @@ class LoRAModel:
 
     Attributes:
         slots: The room.
+        tasks: Slots of the checkpoint's own adapters, by name. They are the first ones, and stay.
     """
 
     def __init__(self, model: Any, places: Places, slots: LoRASlots) -> None:
         self._model, self._places, self.slots = model, places, slots
         self._layers: dict[nn.Module, LinearLoRA | EmbeddingLoRA] = {}
+        self.tasks: dict[str, int] = {}
         if isinstance(model, TwoTowerModel):  # no other class has places in its vision tower
             model.features.slots = slots
 
@@ -84,10 +86,18 @@ class LoRAModel:
                 )
         return fitted
 
+    def keep(self, tasks: Mapping[str, PeftAdapter]) -> None:
+        """Puts the checkpoint's own adapters into the first slots. Errors as in `fit`."""
+        for slot, (name, adapter) in enumerate(tasks.items()):
+            self.put(slot, self.fit(adapter))
+            self.tasks[name] = slot
+
     def put(self, slot: int, fitted: FittedAdapter) -> None:
         """Puts an adapter into a slot that no running batch reads."""
         self.clear(slot)
         for place, patch in fitted.backbone:
+            if place.is_elsewhere:
+                continue
             layer = self._layer(place)
             if isinstance(layer, EmbeddingLoRA):
                 layer.put(slot, _embedding_patch(patch, place))
@@ -137,6 +147,11 @@ class LoRAModel:
         return poolers
 
 
+def rank_of(adapter: PeftAdapter) -> int:
+    """The highest rank that an adapter has for a layer."""
+    return max((patch.rank for patch in adapter.patches.values()), default=0)
+
+
 def fit(places: Places, adapter: PeftAdapter) -> FittedAdapter:
     """Finds the place of each of an adapter's tensors.
 
@@ -176,6 +191,8 @@ def merge(places: Places, adapter: PeftAdapter) -> None:
     """
     fitted = fit(places, adapter)
     for place, patch in (*fitted.backbone, *fitted.heads):
+        if place.is_elsewhere:
+            continue
         if place.module is None:
             _merge_parameters(places, patch)
         elif place.is_table:

@@ -10,6 +10,7 @@ from anypool.adapters.late_interaction import read_late_interaction
 from anypool.adapters.peft_repository import base_of, classifier_of, open_adapter, refuse_another_model
 from anypool.adapters.recipe import Recipe, recipe_of_family
 from anypool.adapters.sentence_transformers import read_recipe
+from anypool.adapters.task_adapters import with_tasks
 from anypool.config import EngineConfig
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.static import table_size
@@ -66,6 +67,7 @@ def open_model(engine: EngineConfig, *, weights: bool = True) -> OpenedModel:
         config = ModelConfig.from_pretrained(backbone, overrides=overrides, trust_remote_code=engine.trust_remote_code)
     if config.family is not None:
         recipe = recipe_of_family(recipe, config.family)
+    recipe = with_tasks(recipe, backbone, config)
     folders = dense_folders(repository, recipe)
     if folders:
         config = config.replace(is_matryoshka=False)

@@ -29,6 +29,7 @@ class Recipe:
         normalize: Whether vectors are normalised at the end; None where no file says.
         prompts: Text put before an input, by name.
         default_prompt_name: The prompt used where none is asked for.
+        tasks: The checkpoint's own adapter that comes with a prompt, by the name of the prompt.
         max_seq_length: Longest input in tokens, special ones included.
         do_lower_case: Whether text is lower-cased first.
         truncate_dim: How many dimensions are kept by default.
@@ -55,6 +56,7 @@ class Recipe:
     normalize: bool | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
+    tasks: Mapping[str, str] = field(default_factory=dict)
     max_seq_length: int | None = None
     do_lower_case: bool = False
     truncate_dim: int | None = None

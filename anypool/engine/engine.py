@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 import weakref
@@ -24,6 +25,8 @@ from anypool.engine.faults import deadline_error, model_error, non_finite_error
 from anypool.engine.flight import Flight
 from anypool.engine.gathering import Gathering
 from anypool.engine.health import Health
+from anypool.engine.known_adapters import KnownAdapters
+from anypool.engine.lora import LoRAManager
 from anypool.engine.metrics import EngineMetrics
 from anypool.engine.pieces import LongPrompt, Piece
 from anypool.engine.preparation import Preparation
@@ -40,6 +43,7 @@ from anypool.model_executor.cpu_shares import computes_on_all_cores
 from anypool.model_executor.faults import forget_tensors, is_out_of_memory, is_peers_failure, is_sticky
 from anypool.model_executor.pooling_model_runner import RunnerOutput
 from anypool.model_executor.transfers import make_current
+from anypool.model_executor.weights.lora import PeftAdapter
 from anypool.pooling.params import PoolingParams
 from anypool.pooling.tasks import PoolingTask
 
@@ -67,23 +71,33 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         assert config.data_parallel_size == 1, "start_engine starts replicas"
         started = start(config)
-        self._set_up(started.config, started.tokenizer, started.loaded)
+        lora = started.loaded.lora
+        adapters = None if lora is None else LoRAManager(lora, cache_dir=config.download_dir)
+        self._set_up(started.config, started.tokenizer, started.loaded, adapters)
         self._cache, self._executor = started.cache, started.executor
         self._memory = KeptMemory(self.loaded.device)
         is_shared = self.loaded.device.type == "cpu" and self._executor.depth == 1 and computes_on_all_cores()
         self._gathering = Gathering(is_on=is_shared)
         self._executor.watch(self._wake, self._die)
-        if self.lora is not None:
-            self.lora.on_put = self._executor.put_adapter
+        if adapters is not None:
+            adapters.on_put = self._put_adapter
+            try:
+                read_adapters(config, adapters)
+            except BaseException:
+                self._executor.kill()
+                raise
+        self._adapters = adapters
         self._start()
 
-    def _set_up(self, config: EngineConfig, tokenizer: Tokenizer | None, loaded: LoadedModel) -> None:
+    def _set_up(
+        self, config: EngineConfig, tokenizer: Tokenizer | None, loaded: LoadedModel, adapters: KnownAdapters | None
+    ) -> None:
         """Makes what takes and queues requests, whoever runs them."""
         assert config.max_model_len is not None and config.max_num_batched_tokens is not None
         self.config, self.tokenizer, self.loaded = config, tokenizer, loaded
         self.max_model_len = config.max_model_len
         self.metrics = EngineMetrics()
-        self.lora = read_adapters(config, loaded)
+        self.lora = adapters
         self._preparation = Preparation(loaded, tokenizer, self.max_model_len, self.lora)
         self._scheduler = Scheduler(max_tokens=config.max_num_batched_tokens, max_seqs=config.max_num_seqs)
         self._admission = Admission(self._scheduler)
@@ -98,6 +112,7 @@ class Engine:
         self._stop_at: float | None = None
         self._death: BaseException | None = None
         self._beat = time.monotonic()
+        self._process = os.getpid()
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._serve, name="anypool-device", daemon=True)
@@ -113,6 +128,11 @@ class Engine:
     def is_alive(self) -> bool:
         """Whether requests are taken."""
         return self._thread.is_alive() and self._stop_at is None
+
+    @property
+    def is_left_behind(self) -> bool:
+        """Whether this is a forked copy: its thread, its locks and its processes are the parent's."""
+        return os.getpid() != self._process
 
     def health(self) -> Health:
         """What the device thread is doing. Asks nothing of it, so it answers while the thread is busy or stuck."""
@@ -154,7 +174,13 @@ class Engine:
 
         Raises:
             InvalidRequestError: A prompt or a parameter cannot be served; the message names it.
+            EngineDeadError: The process was forked from the one that has the engine.
         """
+        if self.is_left_behind:
+            raise EngineDeadError(
+                f"process {os.getpid()} was forked from process {self._process}, and the engine stayed there: make it "
+                "in the process that uses it, or start processes with multiprocessing.get_context('spawn')"
+            )
         began = time.perf_counter()
         requests = self._preparation.prepare(prompts, task, params, options or PromptOptions())
         self.metrics.prepare_s.observe(time.perf_counter() - began)
@@ -345,7 +371,7 @@ class Engine:
         is_long = len(due) == 1 and len(due[0]) > self._scheduler.max_tokens and due[0].num_keys is None
         if not due:
             return
-        first, *rest = [due] if self.lora is None else self.lora.batches(due)
+        first, *rest = [due] if self._adapters is None else self._adapters.batches(due)
         self._again.extendleft(reversed(rest))
         self._launch(first, in_chunks=is_long and bool(self.config.enable_chunked_prefill))
 
@@ -358,7 +384,7 @@ class Engine:
         try:
             if self._cache is not None and in_chunks:
                 self._long = flight.long = self._long or self._cache.begin(requests[0])
-            adapters = () if self.lora is None else self.lora.place(requests)
+            adapters = () if self._adapters is None else self._adapters.place(requests)
             work = flight.plan(self._cache, pad_token_id=self.loaded.config.pad_token_id, adapters=adapters)
             flight.in_flight = self._executor.launch(work)
         except Exception as error:  # anything a model may raise; it goes to the request that caused it
@@ -369,6 +395,10 @@ class Engine:
                 self._put_back_rest(flight.long, flight.pieces[0])
             return
         self._failed(flight, failure)
+
+    def _put_adapter(self, slot: int, adapter: PeftAdapter) -> None:
+        self.metrics.adapter_loads += 1
+        self._executor.put_adapter(slot, adapter)
 
     def _make_room(self, request: Request) -> None:
         """Waits until the blocks of batches in flight leave enough for a long prompt."""
@@ -550,5 +580,5 @@ class Engine:
 
 def _close(engine: weakref.ref[Engine]) -> None:
     alive = engine()
-    if alive is not None:
+    if alive is not None and not alive.is_left_behind:
         alive.close()

@@ -72,6 +72,7 @@ class EngineMetrics:
         padding_tokens: Tokens that filled forward passes up to a common number of rows.
         failed_batches: Forward passes that raised.
         out_of_memory: Those of them that ran out of memory.
+        adapter_loads: LoRA adapters that were put into a slot.
         batch_tokens, batch_sequences: Sizes of forward passes.
         batch_fill: Tokens of a forward pass as a share of the budget.
         queue_s: Seconds between submission and the first forward pass.
@@ -92,6 +93,7 @@ class EngineMetrics:
     padding_tokens: int = 0
     failed_batches: int = 0
     out_of_memory: int = 0
+    adapter_loads: int = 0
     batch_tokens: Histogram = field(default_factory=lambda: Histogram(_TOKENS))
     batch_sequences: Histogram = field(default_factory=lambda: Histogram(_SEQUENCES))
     batch_fill: Histogram = field(default_factory=lambda: Histogram(_SHARES))

@@ -12,8 +12,8 @@ from anypool.config import require
 from anypool.engine.assembly import Assembly
 from anypool.engine.fitting import Fitted, Fitting
 from anypool.engine.image_prompts import ImagePrompts
+from anypool.engine.known_adapters import KnownAdapters, assign, find_adapters
 from anypool.engine.lookup import Lookup
-from anypool.engine.lora import LoRAManager, assign, find_adapters
 from anypool.engine.prompt_encoding import PromptEncoding
 from anypool.engine.prompt_options import PromptOptions
 from anypool.engine.prompts import ImagePrompt, Prompt, TextPair, check_prompt
@@ -70,7 +70,7 @@ class Preparation:
         loaded: LoadedModel,
         tokenizer: Tokenizer | None,
         max_model_len: int,
-        lora: LoRAManager | None = None,
+        lora: KnownAdapters | None = None,
     ) -> None:
         self.loaded = loaded
         self.tokenizer = tokenizer
@@ -106,7 +106,8 @@ class Preparation:
             raise InvalidPromptError(f"prompts={prompts!r:.80} is not a list of prompts")
         tasks = (task,) if isinstance(task, PoolingTask) else tuple(task)
         plans = self._plans(len(prompts), tasks, params)
-        adapters = find_adapters(self._lora, options.lora_request, len(prompts))
+        asked = options.lora_request if options.lora_request is not None else self._encoding.task(options)
+        adapters = find_adapters(self._lora, asked, len(prompts))
         requests = self._prepare(prompts, tasks, plans, options)
         if any(adapters):
             assign(requests, adapters)

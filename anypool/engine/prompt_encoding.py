@@ -47,7 +47,7 @@ class PromptEncoding:
                 raise InvalidParameterError(f"{field}={value!r} is not a text", param=field)
         if options.prompt is not None and options.prompt_name is not None:
             raise InvalidParameterError("prompt and prompt_name are two ways to say the same: give one", param="prompt")
-        name = options.prompt_name if options.prompt_name is not None else recipe.default_prompt_name
+        name = self._name(options)
         if options.prompt is not None:
             prefix = check_text(options.prompt, "prompt")
         elif name is None:
@@ -65,6 +65,14 @@ class PromptEncoding:
             return prefix, len(tokenizer.encode([prefix], special_tokens=False)[0])
         added = 0 if options.special_tokens else len(tokenizer.prefix_ids)
         return prefix, tokenizer.prompt_length(prefix) - added
+
+    def task(self, options: PromptOptions) -> str | None:
+        """The checkpoint's own adapter that comes with the prompt; None for the weights as they are."""
+        name = self._name(options) if options.prompt is None else None
+        return None if not isinstance(name, str) else self._recipe.tasks.get(name)
+
+    def _name(self, options: PromptOptions) -> str | None:
+        return options.prompt_name if options.prompt_name is not None else self._recipe.default_prompt_name
 
     def skips(self, prompts: Sequence[object], encoded: Sequence[list[int]], skip: int) -> list[int]:
         """How many leading tokens of each text are not pooled: the prompt's, or all but as many as it has alone."""

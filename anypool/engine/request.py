@@ -19,7 +19,7 @@ from anypool.model_executor.images import ImageInputs
 from anypool.pooling.plan import PoolingPlan
 
 if TYPE_CHECKING:
-    from anypool.engine.lora import KnownAdapter
+    from anypool.engine.known_adapters import KnownAdapter
 
 logger = logging.getLogger(__name__)
 

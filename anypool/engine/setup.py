@@ -8,7 +8,7 @@ from anypool.adapters.load import LoadedModel, load_pooling_model
 from anypool.adapters.opened import OpenedModel, open_model
 from anypool.adapters.placement import pick_device
 from anypool.config import EngineConfig, LoRARequest
-from anypool.engine.lora import LoRAManager
+from anypool.engine.known_adapters import KnownAdapters
 from anypool.engine.pieces import KVCache, device_memory, num_blocks
 from anypool.engine.tokenization import Tokenizer
 from anypool.errors import ConfigError
@@ -99,18 +99,14 @@ def make_cache(config: EngineConfig, loaded: LoadedModel) -> KVCache | None:
     )
 
 
-def read_adapters(config: EngineConfig, loaded: LoadedModel) -> LoRAManager | None:
-    """The LoRA adapters that requests may name, with those of `lora_modules` read; None where they may name none.
+def read_adapters(config: EngineConfig, adapters: KnownAdapters) -> None:
+    """Reads the LoRA adapters of `lora_modules`.
 
     Raises:
         ModelLoadError: One of them cannot be found or read, or does not fit the model.
     """
-    if loaded.lora is None:
-        return None
-    manager = LoRAManager(loaded.lora, cache_dir=config.download_dir)
     for number, (name, path) in enumerate((config.lora_modules or {}).items(), start=1):
-        manager.add(LoRARequest(name, number, path))
-    return manager
+        adapters.add(LoRARequest(name, number, path))
 
 
 def plan_gpu_memory(config: EngineConfig, loaded: LoadedModel, cache: KVCache | None, *, graphs: bool) -> None:

@@ -27,6 +27,9 @@ _IRRELEVANT = frozenset(
     "reference_compile repad_logits_with_grad return_dict sep_token_id seq_classif_dropout "
     "sparse_pred_ignore_index sparse_prediction task_specific_params tie_weights_ torch_dtype torchscript "
     "transformers_version use_bfloat16 use_cache "
+    # of jina-embeddings-v3, whose family says what it does, or about training
+    "emb_pooler load_trained_adapters lora_adaptations lora_alpha lora_dropout_p lora_main_params_trainable lora_rank "
+    "rotary_emb_base task_instructions truncate_dim use_flash_attn use_reentrant "
     # of NV-Embed, whose family says what it does
     "add_eos add_pad_token is_mask_instruction latent_attention_config mask_type padding_side text_config".split()
 )

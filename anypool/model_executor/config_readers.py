@@ -385,6 +385,16 @@ def _read_roberta(keys: Keys) -> dict[str, Any]:
     return values
 
 
+def _read_jina_v3(keys: Keys) -> dict[str, Any]:
+    values = _read_bert(keys)
+    return {
+        **values,
+        "norm_eps": keys.get("layer_norm_eps", 1e-5),
+        "type_vocab_size": keys.get("type_vocab_size", 1),
+        "rope": {FULL: _rope(keys, FULL, values["head_size"], values["max_positions"], {FULL: 20_000.0})},
+    }
+
+
 READERS: dict[str, Callable[[Keys], dict[str, Any]]] = {
     "llama": _read_llama,
     "mistral": _read_mistral,
@@ -400,6 +410,7 @@ READERS: dict[str, Callable[[Keys], dict[str, Any]]] = {
     "mpnet": _read_mpnet,
     "modernbert": _read_modernbert,
     "deberta-v2": _read_deberta_v2,
+    "jina_embeddings_v3": _read_jina_v3,
 }
 
 # Of these, those that attend causally where nothing else is said.
@@ -418,6 +429,7 @@ DEFAULT_ARCHITECTURES = {
     "xlm-roberta": "XLMRobertaModel",
     "distilbert": "DistilBertModel",
     "mpnet": "MPNetModel",
+    "jina_embeddings_v3": "JinaEmbeddingsV3Model",
     "modernbert": "ModernBertModel",
     "deberta-v2": "DebertaV2Model",
 }

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from anypool.config import is_int, is_number
 from anypool.errors import CheckpointFormatError, UnsupportedArchitectureError
 from anypool.pooling.methods import PoolingType
 
@@ -110,10 +111,48 @@ def _nv_embed(raw: Mapping[str, Any], name: str) -> Family:
 _NOMIC = Family(norms_before_cut=True)
 
 
+# transformers' name for jina-embeddings-v3 (Sturua et al., arXiv:2409.10173).
+JINA_V3 = "jina_embeddings_v3"
+
+
+def _jina_v3(raw: Mapping[str, Any], name: str) -> Family:
+    """jina-embeddings-v3 as its authors publish it, in whose config.json the tasks and their adapters are named."""
+    tasks, rank, alpha = raw.get("lora_adaptations"), raw.get("lora_rank", 4), raw.get("lora_alpha", 1)
+    instructions, base = raw.get("task_instructions") or {}, raw.get("rotary_emb_base", 10_000.0)
+    problem = None
+    if raw.get("position_embedding_type") != "rotary":
+        problem = f"position_embedding_type {raw.get('position_embedding_type')!r}; supported: 'rotary'"
+    elif raw.get("emb_pooler") not in (None, "mean"):
+        problem = f"emb_pooler {raw['emb_pooler']!r}; supported: 'mean'"
+    elif tasks is not None and not (
+        isinstance(tasks, list) and tasks and all(isinstance(task, str) and task for task in tasks)
+    ):
+        problem = f"lora_adaptations {tasks!r}, not names of tasks"
+    elif len(set(tasks or ())) != len(tasks or ()):
+        problem = f"lora_adaptations {tasks!r}, where a name comes twice"
+    elif not (is_int(rank) and rank > 0 and is_number(alpha) and is_number(base) and base > 0):
+        problem = (
+            f"lora_rank {rank!r}, lora_alpha {alpha!r} and rotary_emb_base {base!r}; they must be positive numbers"
+        )
+    elif not (isinstance(instructions, Mapping) and all(isinstance(text, str) for text in instructions.values())):
+        problem = f"task_instructions {instructions!r:.80}, not texts by task"
+    if problem is not None:
+        raise UnsupportedArchitectureError(f"{name}: config.json of a jina-embeddings-v3 has {problem}")
+    rope = {"rope_type": "default", "rope_theta": float(base)}
+    own = {
+        "model_type": JINA_V3,
+        "architectures": ["JinaEmbeddingsV3Model"],
+        "rope_parameters": rope,
+        "position_embedding_type": None,  # said by the line before
+        "lora_rank": rank,
+        "lora_alpha": alpha,
+    }
+    return Family(config=own, types=(PoolingType.MEAN,), normalize=True)
+
+
 # What no backbone with a pooler can give, by the name in `architectures` or of the class in `auto_map`.
 _REFUSED = {
     "JinaForRanking": "it scores all documents of a list in one prompt (jina-reranker-v3)",
-    "XLMRobertaLoRA": "each of its tasks has low-rank adapters of its own (jina-embeddings-v3)",
 }
 
 
@@ -144,6 +183,8 @@ def find_family(
         raise UnsupportedArchitectureError(f"{name}: {refused} is not supported: {_REFUSED[refused]}")
     if raw.get("model_type") == "nomic_bert":
         return _NOMIC
+    if "XLMRobertaLoRA" in classes:
+        return _jina_v3(raw, name)
     if trust_remote_code and own_code:
         return None
     [architecture, *_] = architectures or [""]

@@ -44,7 +44,6 @@ STAY = {
     *("priority", "deadline", "cache_salt", "also"),
     *("num_cached_tokens", "tag", "arrival", "submitted", "started", "finished"),
     *("ran_out_of_memory", "has_killed", "settled", "future", "parts", "combine", "is_answered"),
-    "lora",  # which no request of replicas has: config.py refuses `enable_lora` for them
 }
 
 

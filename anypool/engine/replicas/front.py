@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Literal
 
 from anypool.adapters.heads import registered_heads
@@ -14,12 +15,15 @@ from anypool.config import EngineConfig
 from anypool.engine.engine import Engine
 from anypool.engine.faults import outcome_of, replica_error
 from anypool.engine.health import Health
+from anypool.engine.known_adapters import KnownAdapter
+from anypool.engine.replicas.adapters import FrontAdapters
 from anypool.engine.replicas.places import Place, places
 from anypool.engine.replicas.process import ReplicaProcess
 from anypool.engine.replicas.replica import Replica
 from anypool.engine.replicas.wire import Report, Setup, unpack_error, unpack_results
 from anypool.engine.request import Request
-from anypool.errors import EngineDeadError
+from anypool.engine.setup import read_adapters
+from anypool.errors import EngineDeadError, EngineError
 from anypool.model_executor.registry import ModelRegistry
 from anypool.model_executor.weights.repository import Repository
 
@@ -66,10 +70,15 @@ class Replicas(Engine):
             assert first.loaded is not None
             resolved = first.config.replace(
                 data_parallel_size=config.data_parallel_size,
+                lora_modules=config.lora_modules,
                 use_tqdm_on_load=config.use_tqdm_on_load,
                 kv_cache_memory_fraction=config.kv_cache_memory_fraction,
             )
-            self._set_up(resolved, first.tokenizer, first.loaded)
+            adapters, tasks = None, tuple(dict.fromkeys(first.loaded.recipe.tasks.values()))
+            if tasks or config.enable_lora:
+                how = {"cache_dir": config.download_dir, "tasks": tasks, "takes_more": config.enable_lora}
+                adapters = FrontAdapters(self._check_adapter, **how)
+            self._set_up(resolved, first.tokenizer, first.loaded, adapters)
         except BaseException:
             for process in processes:
                 process.kill()
@@ -85,6 +94,12 @@ class Replicas(Engine):
         for replica in self._replicas:
             replica.start()
         self._start()
+        if adapters is not None:
+            try:
+                read_adapters(config, adapters)
+            except BaseException:
+                self.close()
+                raise
 
     def health(self) -> Health:
         """What the replicas are doing. Asks nothing of them, so it answers while they are busy or stuck."""
@@ -111,6 +126,27 @@ class Replicas(Engine):
             message=message,
             replicas=working if self.is_alive else 0,
         )
+
+    def _check_adapter(self, adapter: KnownAdapter) -> None:
+        """Has a replica read an adapter; the others do so when a request names it.
+
+        Raises:
+            ModelLoadError: It cannot be found or read, or does not fit the model.
+            EngineError: No replica answers.
+        """
+        with self._changed:
+            ready = [replica for replica in self._replicas if replica.is_ready]
+            target = min(ready, key=lambda one: one.tokens, default=None)
+            asked = None if target is None else target.ask(adapter)
+        if target is None or asked is None:
+            raise EngineError(f"no replica is ready to read the adapter {adapter.request.lora_name!r}: try again")
+        try:
+            asked.result(self.config.stuck_after_s)
+        except FutureTimeout:
+            raise EngineError(
+                f"{target.name} has not read the adapter {adapter.request.lora_name!r} within "
+                f"{self.config.stuck_after_s:g} s: try again"
+            ) from None
 
     def _in_flight(self) -> int:
         return sum(len(replica.in_flight) for replica in self._replicas)
@@ -257,6 +293,7 @@ class _Start:
         setup = Setup(
             config=config.replace(
                 data_parallel_size=1,
+                lora_modules=None,  # the front names them
                 use_tqdm_on_load=config.use_tqdm_on_load and is_first,
                 kv_cache_memory_fraction=config.kv_cache_memory_fraction * place.memory_share,
             ),

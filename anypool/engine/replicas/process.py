@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from anypool.engine.patience import LOOK_S, START_S, AwakeClock, patience_s
-from anypool.engine.replicas.wire import Alive, Channel, Failed, Ready, Said, Sent, Setup, Work
+from anypool.engine.replicas.wire import Alive, Channel, Failed, Question, Ready, Said, Sent, Setup, Work
 from anypool.errors import EngineDeadError
 
 # Seconds that a process gets to end by itself.
@@ -94,9 +94,11 @@ class ReplicaProcess:
             elif not isinstance(message, Alive):
                 return message, content
 
-    def post(self, requests: Sequence[Sent] = (), cancelled: Sequence[int] = ()) -> None:
-        """Sends requests and cancellations, without waiting for the replica to take them."""
-        self._outbox.put(Work(requests, cancelled))
+    def post(
+        self, requests: Sequence[Sent] = (), cancelled: Sequence[int] = (), questions: Sequence[Question] = ()
+    ) -> None:
+        """Sends what there is for the replica, without waiting for it to take that."""
+        self._outbox.put(Work(requests, cancelled, questions))
 
     def close(self) -> None:
         """Has it end when it has taken what was posted."""
@@ -154,14 +156,15 @@ class ReplicaProcess:
 
     def _gather(self, first: Work) -> tuple[Work, bool]:
         """All work that is posted, and whether that was the last."""
-        requests, cancelled = list(first.requests), list(first.cancelled)
+        requests, cancelled, questions = list(first.requests), list(first.cancelled), list(first.questions)
         while True:
             try:
                 more = self._outbox.get_nowait()
             except queue.Empty:
-                return Work(requests, cancelled), False
+                return Work(requests, cancelled, questions), False
             if more is None:
-                return Work(requests, cancelled), True
+                return Work(requests, cancelled, questions), True
             assert isinstance(more, Work)
             requests += more.requests
             cancelled += more.cancelled
+            questions += more.questions

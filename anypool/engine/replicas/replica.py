@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from anypool.engine.health import Health
+from anypool.engine.known_adapters import KnownAdapter
 from anypool.engine.replicas.process import ReplicaProcess
-from anypool.engine.replicas.wire import Report, pack_request
+from anypool.engine.replicas.wire import Answer, Question, Report, pack_request, unpack_error
 from anypool.engine.request import Request
 from anypool.errors import EngineError
 
@@ -68,6 +69,7 @@ class Replica:
         self.failure: Exception | None = None
         self._process, self._start_process, self._front, self._changed = process, start, front, changed
         self._numbers = itertools.count()
+        self._asked: dict[int, Future[None]] = {}
         self._health: Health | None = None
         self._pause_s = 0.0
         self._is_closing = threading.Event()
@@ -109,6 +111,14 @@ class Replica:
             requests, self.in_flight, self.tokens, self._health = list(self.in_flight.values()), {}, 0, None
         return requests
 
+    def ask(self, adapter: KnownAdapter) -> Future[None]:
+        """Has it read a LoRA adapter. The future has the error where that cannot be done."""
+        asked: Future[None] = Future()
+        number = next(self._numbers)
+        self._asked[number] = asked
+        self._process.post(questions=[Question(number, adapter)])
+        return asked
+
     def close(self) -> None:
         """Ends it, and with it whatever it runs."""
         self._is_closing.set()
@@ -129,6 +139,10 @@ class Replica:
             with self._changed:
                 self.is_ready = False
             reason = self._process.end()
+            with self._changed:
+                asked, self._asked = list(self._asked.values()), {}
+            for future in asked:
+                future.set_exception(EngineError(f"{self.name} {reason} while it was to read an adapter: try again"))
             if not self._is_closing.is_set():
                 count = len(self.in_flight)
                 logger.error("%s %s with %d requests; it is started again", self.name, reason, count)
@@ -141,6 +155,9 @@ class Replica:
         """Passes on what it reports, until it reports no more."""
         while True:
             report, content = self._process.receive()
+            if isinstance(report, Answer):
+                self._take(report)
+                continue
             assert isinstance(report, Report)
             with self._changed:
                 self._health = report.health
@@ -153,6 +170,14 @@ class Replica:
                 for request in requests:
                     request.fail(EngineError(f"the answer of {self.name} cannot be read: {error!r}"))
                 raise
+
+    def _take(self, answer: Answer) -> None:
+        with self._changed:
+            asked = self._asked.pop(answer.number)
+        if answer.error is None:
+            asked.set_result(None)
+        else:
+            asked.set_exception(unpack_error(answer.error))
 
     def _longer_pause(self) -> float:
         return min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)

@@ -19,6 +19,7 @@ from anypool.adapters.heads import HeadRecipe
 from anypool.adapters.load import LoadedModel
 from anypool.config import EngineConfig
 from anypool.engine.health import Health
+from anypool.engine.known_adapters import KnownAdapter
 from anypool.engine.metrics import Counts
 from anypool.engine.request import Request
 from anypool.engine.tokenization import Tokenizer
@@ -93,10 +94,25 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """To a replica: requests to run, and numbers of requests that nobody waits for any more."""
+    """To a replica: requests to run, numbers of requests that nobody waits for any more, and questions."""
 
     requests: Sequence[Sent] = ()
     cancelled: Sequence[int] = ()
+    questions: Sequence[Question] = ()
+
+
+class Question(NamedTuple):
+    """To a replica: whether a LoRA adapter can be read and fits the model."""
+
+    number: int
+    adapter: KnownAdapter
+
+
+class Answer(NamedTuple):
+    """From a replica: the error that reading the adapter ended with, as `pack_error` makes it; None where it fits."""
+
+    number: int
+    error: bytes | None
 
 
 class Ended(NamedTuple):
@@ -135,6 +151,7 @@ SENT_FIELDS = (
     "skip",
     "num_keys",
     "num_truncated_tokens",
+    "lora",
 )
 
 

@@ -8,6 +8,9 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -19,11 +22,14 @@ from anypool.adapters.heads import register_head
 from anypool.engine.engine import Engine
 from anypool.engine.metrics import Counts
 from anypool.engine.patience import LOOK_S
+from anypool.engine.replicas.adapters import ReplicaAdapters
 from anypool.engine.replicas.wire import (
     Alive,
+    Answer,
     Channel,
     Ended,
     Failed,
+    Question,
     Ready,
     Report,
     Said,
@@ -53,7 +59,7 @@ def main() -> None:
         engine = _load(setup)
         ready = Ready(config=engine.config)
         if setup.is_first:
-            ready = Ready(config=engine.config, loaded=engine.loaded, tokenizer=engine.tokenizer)
+            ready = Ready(config=engine.config, loaded=replace(engine.loaded, lora=None), tokenizer=engine.tokenizer)
         channel.send(ready)
     except (EOFError, OSError):
         os._exit(_ORPHANED)
@@ -133,6 +139,8 @@ class Worker:
         self._ended: list[tuple[int, Request]] = []
         self._changed = threading.Condition()
         self._counts: Counts = {}
+        self._adapters = ReplicaAdapters(engine.lora)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="anypool-adapters")  # others do not wait for it
 
     def run(self) -> None:
         """Takes work until the front has gone."""
@@ -147,18 +155,49 @@ class Worker:
 
     def _take(self, work: Work) -> None:
         with self._engine.together():
-            for (priority, deadline, salt), group in groupby(work.requests, attrgetter("turn")):
-                requests = []
+            for turn, group in groupby(work.requests, attrgetter("turn")):
+                at_once: list[Request] = []
+                later: list[Request] = []
                 for sent in group:
                     request = unpack_request(sent)
                     self._requests[sent.number] = request
                     request.future.add_done_callback(partial(self._end, sent.number, request))
-                    requests.append(request)
-                timeout_s = None if deadline is None else deadline - time.monotonic()  # a clock of the whole machine
-                self._engine.submit(requests, priority=priority, timeout_s=timeout_s, cache_salt=salt)
+                    (at_once if self._adapters.are_read_for(request) else later).append(request)
+                self._submit(at_once, turn)
+                if later:
+                    self._reader.submit(self._submit, later, turn)
+        for question in work.questions:
+            self._reader.submit(self._answer, question)
         for number in work.cancelled:
             if (cancelled := self._requests.get(number)) is not None:  # else it has ended meanwhile
                 cancelled.future.cancel()
+
+    def _submit(self, requests: Sequence[Request], turn: tuple[int, float | None, str | None]) -> None:
+        """Queues requests, with the adapters that they name; those whose adapter cannot be read get its error."""
+        priority, deadline, salt = turn
+        ready = []
+        for request in requests:
+            try:
+                self._adapters.assign(request)
+            except Exception as error:  # as in `main`
+                request.fail(_as_ours(error))
+            else:
+                ready.append(request)
+        timeout_s = None if deadline is None else deadline - time.monotonic()  # a clock of the whole machine
+        try:
+            self._engine.submit(ready, priority=priority, timeout_s=timeout_s, cache_salt=salt)
+        except EngineDeadError as error:  # the report says so, and the front has another replica run them
+            for request in ready:
+                request.fail(error)
+
+    def _answer(self, question: Question) -> None:
+        error = None
+        try:
+            self._adapters.read(question.adapter)
+        except Exception as raised:  # as in `main`
+            error = pack_error(_as_ours(raised))
+        with contextlib.suppress(OSError):  # the front has gone
+            self._channel.send(Answer(question.number, error))
 
     def _end(self, number: int, request: Request, future: Any) -> None:
         """A request has its answer: on the device thread, or on the one that cancels it."""

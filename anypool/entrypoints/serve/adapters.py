@@ -32,7 +32,7 @@ class ServedAdapters:
         self._taken = {name for model in models for name in (model.name, model.engine.config.model)}
         self._changing = threading.Lock()
         self._by_name: dict[str, ServedModel] = {}  # replaced, never changed: it is read without the lock
-        takers = [model for model in models if model.engine.lora is not None]
+        takers = [model for model in models if model.engine.lora is not None and model.engine.lora.takes_more]
         require(not folders or bool(takers), f"lora_dir={list(folders)!r} has no effect without enable_lora")
         for model in takers:
             assert model.engine.lora is not None
@@ -69,7 +69,7 @@ class ServedAdapters:
             HTTPError: There is no such adapter, or there are too many.
         """
         manager = model.engine.lora
-        if manager is None:
+        if manager is None or not manager.takes_more:
             raise InvalidParameterError(f"{model.name} was started without enable_lora", param="model")
         self._check_name(name)
         folder = self._folder(path)

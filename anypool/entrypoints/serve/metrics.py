@@ -198,7 +198,7 @@ class _Exposition(Collector):
             healthy.add_metric([model.name], health.is_ready)
             lora = model.engine.lora
             adapters.add_metric([model.name], 0 if lora is None else len(lora.requests))
-            loads.add_metric([model.name], 0 if lora is None else lora.loads)
+            loads.add_metric([model.name], model.engine.metrics.adapter_loads)
             replicas.add_metric([model.name], health.replicas)
         yield from (inputs, tasks, waiting, tokens, adapters, loads, healthy, replicas)
 

@@ -27,10 +27,12 @@ class NamedPrompts:
         prompts: The texts.
         has_sides: Whether the model reads queries and documents each in its way, with a prompt of its own where it has
             one: what a text is then says no more than that.
+        has_tasks: Whether each prompt comes with an adapter, so that without one a text would be read for no task.
     """
 
     prompts: Mapping[str, str] = field(default_factory=dict)
     has_sides: bool = False
+    has_tasks: bool = False
 
     def choose(
         self, *, prompt: str | None, prompt_name: str | None, input_type: str | None, task: str | None
@@ -80,12 +82,13 @@ class NamedPrompts:
         """The prompt for a use. A model that has none for documents takes them bare; for others its default applies."""
         if word in self.prompts:
             return word, None
-        use = next((use for use in _USES if word.lower() in use), None)
-        if use is None:
-            known = ", ".join(map(repr, dict.fromkeys([*self.prompts, *(use[0] for use in _USES)])))
-            raise InvalidParameterError(f"{name}={word!r} is unknown; known: {known}", param=name)
+        use = next((use for use in _USES if word.lower() in use), ())
         by_lower_case = {key.lower(): key for key in self.prompts}
         own = next((by_lower_case[key] for key in use if key in by_lower_case), None)
+        if not use or (own is None and self.has_tasks):
+            uses = () if self.has_tasks else tuple(use[0] for use in _USES)
+            known = ", ".join(map(repr, dict.fromkeys([*self.prompts, *uses])))
+            raise InvalidParameterError(f"{name}={word!r} is unknown; known: {known}", param=name)
         if own is None and use is _DOCUMENT:
             return None, ""
         return own, None

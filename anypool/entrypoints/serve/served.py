@@ -72,7 +72,8 @@ class ServedModel:
         self.image_input = engine.loaded.facts.image_input
         self.created = int(time.time())
         self.name = served_name(engine)
-        self.prompts = NamedPrompts(engine.loaded.recipe.prompts, has_sides=_has_sides(engine))
+        recipe = engine.loaded.recipe
+        self.prompts = NamedPrompts(recipe.prompts, has_sides=_has_sides(engine), has_tasks=bool(recipe.tasks))
         self.in_windows = engine.loaded.pooler_config.enable_chunked_processing
         self.parent: ServedModel | None = None
         self.lora: LoRARequest | None = None

@@ -49,6 +49,7 @@ def bmm_attention(
     mask: torch.Tensor | None = None,
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
+    out_NHLK: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a block of queries to a block of keys. Key heads are not copied for the heads that share them.
 
@@ -61,27 +62,27 @@ def bmm_attention(
             last R keys.
         softcap: c in c tanh(score / c), or None.
         sinks_H: `[H]` scores that take part in the softmax without a value, or None.
+        out_NHLK: Where to write the result, of any strides; None for a tensor that is contiguous as `[N, L, H, K]`.
 
     Returns:
-        `[N, H, L, K]`, contiguous as `[N, L, H, K]`.
+        `[N, H, L, K]`.
     """
     n, heads, queries, _ = q_NHLK.shape
-    out_NLHK = q_NHLK.new_empty(n, queries, heads, v_NGSK.shape[-1])
+    if out_NHLK is None:
+        out_NHLK = q_NHLK.new_empty(n, queries, heads, v_NGSK.shape[-1]).transpose(1, 2)
     is_plain = softcap is None and sinks_H is None and q_NHLK.dtype == torch.bfloat16
     step = max(1, SCORES // (heads * queries * k_NGSK.shape[2]))
     for first in range(0, n, step):
-        some = slice(first, first + step)
-        q, k, v = q_NHLK[some], k_NGSK[some], v_NGSK[some]
-        own = mask if mask is None or mask.dim() == 2 else mask[some]
-        out_NHLK = out_NLHK[some].transpose(1, 2)
-        if not (is_plain and _attend_without_maximum(q, k, v, own, scale, out_NHLK)):
-            out_NHLK.copy_(_values(_softmax(_scores(q, k, own, scale, softcap), sinks_H), v))
-    return out_NLHK.transpose(1, 2)
+        parts = (q_NHLK, k_NGSK, v_NGSK, out_NHLK)
+        q, k, v, out = parts if step >= n else (x[first : first + step] for x in parts)
+        own = mask if mask is None or mask.dim() == 2 else mask[first : first + step]
+        if not (is_plain and _attend_without_maximum(q, k, v, own, scale, out)):
+            out.copy_(_values(_softmax(_scores(q, k, own, scale, softcap), sinks_H), v))
+    return out_NHLK
 
 
-# Powers of two up to 2^100 and sums down to 2^-100 are far from bfloat16's ends, 2^127 and 2^-126.
-_LARGEST_EXPONENT = 100
-_BITS_OF_LARGEST = int(torch.tensor(float(_LARGEST_EXPONENT), dtype=torch.bfloat16).view(torch.int16))
+# Sums between these are far from bfloat16's ends, 2^-126 and 2^127, and no term is larger than its sum.
+_SMALLEST_SUM, _LARGEST_SUM = 2.0**-100, 2.0**100
 
 
 def _attend_without_maximum(
@@ -99,15 +100,12 @@ def _attend_without_maximum(
     result. In bfloat16 it has the same accuracy, in less than half the time.
 
     Returns:
-        Whether `out_NHLK` was written; if not, a score or a sum is too large, too small or not a number.
+        Whether `out_NHLK` was written; if not, a sum is too large, too small or not a number.
     """
-    powers_NHLS = _scores(q_NHLK, k_NGSK, mask, scale * math.log2(math.e))
-    # Positive floats order like the integers of their bits, NaN above all; negative ones are negative integers. torch
-    # finds the largest integer ten times faster than the largest bfloat16.
-    if powers_NHLS.view(torch.int16).amax() > _BITS_OF_LARGEST:
-        return False
-    sums_NHL1 = powers_NHLS.exp2_().sum(-1, keepdim=True)
-    if not sums_NHL1.amin() >= 2.0**-_LARGEST_EXPONENT:
+    powers_NHLS = _scores(q_NHLK, k_NGSK, mask, scale * math.log2(math.e)).exp2_()
+    sums_NHL1 = powers_NHLS.sum(-1, keepdim=True)
+    smallest, largest = sums_NHL1.aminmax()
+    if not (smallest >= _SMALLEST_SUM and largest <= _LARGEST_SUM):
         return False
     torch.div(_values(powers_NHLS, v_NGSK), sums_NHL1, out=out_NHLK)
     return True
@@ -129,12 +127,17 @@ def _scores(
         # So is the mask.
         start = mask.expand(n, groups, 1, keys).reshape(n * groups, 1, keys)
         return torch.baddbmm(start, q, k, alpha=scale).view(n, heads, queries, keys)
-    scores_NHLS = torch.baddbmm(q.new_zeros(1, 1, 1), q, k, beta=0, alpha=scale).view(n, heads, queries, keys)
+    scores_NHLS = torch.baddbmm(_nothing(q.dtype, q.device), q, k, beta=0, alpha=scale).view(n, heads, queries, keys)
     if softcap is not None:
         scores_NHLS = (scores_NHLS.float() / softcap).tanh_().mul_(softcap)
     if mask is not None:
         scores_NHLS[..., -mask.shape[-1] :].add_(mask)
     return scores_NHLS
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(1, 1, 1, dtype=dtype, device=device)
 
 
 def _softmax(scores_NHLS: torch.Tensor, sinks_H: torch.Tensor | None) -> torch.Tensor:

@@ -70,26 +70,71 @@ def grouped_attention(
     if pads:
         for group in attn.padded_groups(window):
             group.attend(q_THK, k_TGK, v_TGK, out_THK, scale=scale, causal=window[1] == 0)
-    for run in _parts(attn, k_TGK[0].numel()):
-        if pads and is_padded(run.length, run.keys, window):
+    for part in _parts(attn, scoring, q_THK, k_TGK, pads=pads):
+        run = part.run
+        q_NHLK, k_NGSK, v_NGSK, out_NHLK = (part.of(x) for x in (q_THK, k_TGK, v_TGK, out_THK))
+        attend = _written_out if part.is_written_out else _fused
+        if part.is_one_block:
+            [(queries, keys, plain)] = part.blocks
+            attend(q_NHLK, k_NGSK, v_NGSK, out_NHLK, queries, keys, plain, scoring)
             continue
-        n, length = run.sequences, run.length
-        rows = slice(run.row, run.row + n * length)
-        q_NHLK, k_NGSK, v_NGSK = (x[rows].unflatten(0, (n, length)).transpose(1, 2) for x in (q_THK, k_TGK, v_TGK))
         origin = 0
         if run.before > 0:
             assert attn.prefix is not None and layer is not None
             k_NGSK, v_NGSK, origin = _after_prefix(k_NGSK, v_NGSK, attn.prefix, layer, run, window[0])
-        out_NLHK = out_THK[rows].unflatten(0, (n, length))
-        if run.keys < length:
-            out_NLHK[:, _seeing(run, window) - run.before :].zero_()
-        written_out = scoring.is_written_out(q_THK, length)
-        for queries, keys, plain in _blocks(run, window, q_THK.shape[1], written_out=written_out):
+        if run.keys < run.length:
+            out_NHLK[:, :, _seeing(run, window) - run.before :].zero_()
+        for queries, keys, plain in part.blocks:
             own, seen = _shifted(queries, run.before), _shifted(keys, origin)
-            q, k, v = q_NHLK[:, :, own], k_NGSK[:, :, seen], v_NGSK[:, :, seen]
-            attend = _written_out if written_out else _fused
-            out_NLHK[:, own] = attend(q, k, v, queries, keys, plain, scoring).transpose(1, 2)
+            q, k, v, out = q_NHLK[:, :, own], k_NGSK[:, :, seen], v_NGSK[:, :, seen], out_NHLK[:, :, own]
+            attend(q, k, v, out, queries, keys, plain, scoring)
     return out_THK
+
+
+class _Part(NamedTuple):
+    """Sequences of a run whose attention is one call per block of queries.
+
+    Attributes:
+        run: What is computed of it.
+        rows: Where it lies; None for the whole batch.
+        is_written_out: Whether it is not left to torch's fused attention.
+        blocks: As from `_blocks`.
+        is_one_block: Whether there is one, of all queries and keys, without a prefix.
+    """
+
+    run: Run
+    rows: slice | None
+    is_written_out: bool
+    blocks: tuple[tuple[slice, slice, bool], ...]
+    is_one_block: bool
+
+    def of(self, x_THK: torch.Tensor) -> torch.Tensor:
+        """`[N, H, L, K]`: its sequences, side by side."""
+        mine = x_THK if self.rows is None else x_THK[self.rows]
+        return mine.view(self.run.sequences, self.run.length, *mine.shape[1:]).transpose(1, 2)
+
+
+def _parts(
+    attn: AttentionMetadata, scoring: _Scoring, q_THK: torch.Tensor, k_TGK: torch.Tensor, *, pads: bool
+) -> tuple[_Part, ...]:
+    """What is left to compute beside padded groups, worked out once for layers that are alike."""
+    heads, key_size = q_THK.shape[1], k_TGK.shape[1] * k_TGK.shape[2]
+    is_biased = scoring.bias_HMM is not None
+    key = ("parts", scoring.window, heads, key_size, q_THK.dtype, scoring.is_special, is_biased, pads)
+    if key not in attn.plans:
+        runs = (run for run in _runs(attn, key_size) if not (pads and is_padded(run.length, run.keys, scoring.window)))
+        attn.plans[key] = tuple(_part(run, scoring, q_THK) for run in runs)
+    parts: tuple[_Part, ...] = attn.plans[key]
+    return parts
+
+
+def _part(run: Run, scoring: _Scoring, q_THK: torch.Tensor) -> _Part:
+    is_written_out = scoring.is_written_out(q_THK, run.length)
+    blocks = tuple(_blocks(run, scoring.window, q_THK.shape[1], written_out=is_written_out))
+    rows = slice(run.row, run.row + run.sequences * run.length)
+    everything = slice(0, run.length)
+    is_one_block = run.before == 0 and len(blocks) == 1 and blocks[0][:2] == (everything, everything)
+    return _Part(run, None if rows == slice(0, q_THK.shape[0]) else rows, is_written_out, blocks, is_one_block)
 
 
 def _pads(attn: AttentionMetadata, scoring: _Scoring, q_THK: torch.Tensor) -> bool:
@@ -103,18 +148,19 @@ def _fused(
     q_NHLK: torch.Tensor,
     k_NGSK: torch.Tensor,
     v_NGSV: torch.Tensor,
+    out_NHLV: torch.Tensor,
     queries: slice,
     keys: slice,
     plain: bool,
     scoring: _Scoring,
-) -> torch.Tensor:
-    """`[N, H, L, V]` of the queries and keys at these positions."""
+) -> None:
+    """Writes the output of the queries and keys at these positions."""
     mask = None
     if not plain:
         # On a CPU torch would make an additive mask of a bool one in every call.
         masking = (queries, keys, scoring.window, q_NHLK.device)
         mask = additive(*masking, q_NHLK.dtype) if q_NHLK.device.type == "cpu" else visible(*masking)
-    return F.scaled_dot_product_attention(
+    attended_NHLV = F.scaled_dot_product_attention(
         q_NHLK,
         k_NGSK,
         v_NGSV,
@@ -123,21 +169,23 @@ def _fused(
         is_causal=plain and scoring.window[1] == 0 and queries.start == 0,
         enable_gqa=True,
     )
+    out_NHLV.copy_(attended_NHLV)
 
 
 def _written_out(
     q_NHLK: torch.Tensor,
     k_NGSK: torch.Tensor,
     v_NGSV: torch.Tensor,
+    out_NHLV: torch.Tensor,
     queries: slice,
     keys: slice,
     plain: bool,
     scoring: _Scoring,
-) -> torch.Tensor:
+) -> None:
     """The same as `_fused`."""
     # Without a limit on the left, all keys before the first query are seen.
     edge = slice(max(queries.start, keys.start) if scoring.window[0] < 0 else keys.start, keys.stop)
-    return bmm_attention(
+    bmm_attention(
         q_NHLK,
         k_NGSK,
         v_NGSV,
@@ -145,10 +193,11 @@ def _written_out(
         mask=None if plain else additive(queries, edge, scoring.window, q_NHLK.device, q_NHLK.dtype),
         softcap=scoring.softcap,
         sinks_H=scoring.sinks_H,
+        out_NHLK=out_NHLV,
     )
 
 
-def _parts(attn: AttentionMetadata, key_size: int) -> Iterator[Run]:
+def _runs(attn: AttentionMetadata, key_size: int) -> Iterator[Run]:
     """The runs, in parts of as many sequences as have the keys of their prefixes copied at one time."""
     for run in attn.runs:
         step = run.sequences if run.before == 0 else max(1, _KEYS // ((run.before + run.length) * key_size))

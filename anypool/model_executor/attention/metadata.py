@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,15 +88,18 @@ class AttentionMetadata:
     def max_length(self) -> int:
         return max(self.prompt_lengths if self.is_static else self.lengths)
 
+    @cached_property
+    def plans(self) -> dict[Hashable, Any]:
+        """What layers have worked out about this batch, for other layers that are alike in what the key says."""
+        return {}
+
     def padded_groups(self, window: tuple[int, int]) -> tuple[PaddedGroup, ...]:
         """The groups of near lengths, for the layers of a window; made by the first of them."""
-        if window not in self._padded_groups:
-            self._padded_groups[window] = tuple(padded_groups(self.lengths, self.key_counts, window))
-        return self._padded_groups[window]
-
-    @cached_property
-    def _padded_groups(self) -> dict[tuple[int, int], tuple[PaddedGroup, ...]]:
-        return {}
+        key = ("padded", window)
+        if key not in self.plans:
+            self.plans[key] = tuple(padded_groups(self.lengths, self.key_counts, window))
+        groups: tuple[PaddedGroup, ...] = self.plans[key]
+        return groups
 
     @property
     def key_counts(self) -> tuple[int, ...]:

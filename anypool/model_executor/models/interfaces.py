@@ -26,9 +26,11 @@ class Backbone(nn.Module):
         attn_type: "decoder" or "encoder_only".
         default_pooling_type: Pooling type where neither the user nor the checkpoint says one.
         checkpoint_renames: Regular expressions that turn checkpoint names into parameter names.
+        checkpoint_view: What gives a checkpoint's tensors as the class names them, where renaming is not enough.
         ignored_checkpoint_names: Regular expressions of tensors that a checkpoint may hold and nobody needs.
         has_attention_bias: Whether a table is added to the scores of every layer.
         gives_layers: Whether `forward` takes `output_layers`.
+        lora_tables: Names of tables beside that of words whose rows adapters may change: all are looked up.
         mixes_adapters: Whether the texts of a batch may have different LoRA adapters: every linear layer sees the
             packed rows of the batch, in their order. Where nobody says so, a batch has one adapter.
         can_split: Whether several processes may hold a model together: its layers say how they are split, and its
@@ -54,9 +56,11 @@ class Backbone(nn.Module):
     attn_type: ClassVar[Literal["decoder", "encoder_only"]]
     default_pooling_type: ClassVar[str]
     checkpoint_renames: ClassVar[Renames] = ()
+    checkpoint_view: ClassVar[type[Checkpoint] | None] = None
     ignored_checkpoint_names: ClassVar[Sequence[str]] = ()
     has_attention_bias: ClassVar[bool] = False
     gives_layers: ClassVar[bool] = False
+    lora_tables: ClassVar[Sequence[str]] = ()
     mixes_adapters: ClassVar[bool] = False
     can_split: ClassVar[bool] = False
     stages: ClassVar[Stages | None] = None
@@ -166,9 +170,10 @@ def load_backbone(
     """
     waiting = materialize(model, device=device, dtype=dtype)
     cls: Any = type(model)
+    view: Any = getattr(cls, "checkpoint_view", None)
     load_weights(
         model,
-        checkpoint,
+        checkpoint if view is None else view(checkpoint),
         name=name,
         renames=getattr(cls, "checkpoint_renames", ()),
         ignored=(
