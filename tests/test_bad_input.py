@@ -404,6 +404,11 @@ def test_a_model_that_is_no_path_is_refused(model: Any) -> None:
     refuse(lambda: LLM(model), ConfigError, "model=.* is not a path or a hub id")
 
 
+def test_paths_are_taken_as_they_are_or_as_text(tmp_path: Path) -> None:
+    given = EngineConfig(model=tmp_path, tokenizer=tmp_path, download_dir=tmp_path)  # type: ignore[arg-type]
+    assert given == EngineConfig(model=str(tmp_path), tokenizer=str(tmp_path), download_dir=str(tmp_path))
+
+
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
     refuse(lambda: LLM(tmp_path / "none"), ModelNotFoundError, "none: no such folder or .gguf file")
 

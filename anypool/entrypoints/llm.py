@@ -95,8 +95,7 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike[str], **engine_args: Any) -> None:
-        name = os.fspath(model) if isinstance(model, os.PathLike) else model
-        self.engine = start_engine(EngineConfig.from_kwargs(model=name, **engine_args))
+        self.engine = start_engine(EngineConfig.from_kwargs(model=model, **engine_args))
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:
