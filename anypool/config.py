@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -248,6 +249,8 @@ _OLD_TASKS = {
 }
 
 
+# These may be given as `pathlib.Path`s.
+_PATHS = ("model", "tokenizer", "download_dir", "lora", "chat_template")
 # Checked by annotation; sizes have a check of their own.
 _KINDS = {"str": str, "bool": bool}
 
@@ -294,7 +297,10 @@ class EngineConfig:
     block_size: int = _setting(16, "tokens per block of the key-value cache: prefixes are shared in whole blocks")
     kv_cache_memory_fraction: float = _setting(0.1, "share of the device's memory that the prefix cache may take")
     gpu_memory_utilization: float = _setting(0.9, "most of a GPU's memory that is taken, as a share; none is reserved")
-    stuck_after_s: float = _setting(120.0, "seconds after which a forward pass that has not ended is called stuck")
+    stuck_after_s: float = _setting(
+        120.0,
+        "seconds until a forward pass that has not ended is called stuck, and a process that says nothing is ended",
+    )
     download_dir: str | None = _setting(None, "where hub downloads are kept")
     lora: str | None = _setting(None, "folder or hub id of a LoRA adapter that is merged into the weights")
     enable_lora: bool = _setting(False, "let each request name a LoRA adapter that it is run with")
@@ -316,6 +322,9 @@ class EngineConfig:
     use_tqdm_on_load: bool = _setting(True, "show a progress bar while weights load")
 
     def __post_init__(self) -> None:
+        for name in _PATHS:
+            if isinstance(given := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(given))
         require(isinstance(self.model, str) and self.model != "", f"model={self.model!r} is not a path or a hub id")
         for one in fields(self):
             value, kind = getattr(self, one.name), str(one.type).removesuffix(" | None")
@@ -418,11 +427,6 @@ class EngineConfig:
 
 
 def _check_loras(config: EngineConfig) -> None:
-    require(
-        config.pipeline_parallel_size == 1 or not (config.enable_lora or config.lora),
-        f"pipeline_parallel_size={config.pipeline_parallel_size!r}: LoRA adapters need all layers in one process; "
-        "leave it at 1, or merge the adapter with peft and save the result",
-    )
     modules = config.lora_modules
     is_named = isinstance(modules, Mapping) and all(
         isinstance(one, str) and one for pair in modules.items() for one in pair

@@ -108,7 +108,8 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ([memoryview(b"cat")], r"input 0 is <memory"),
     ([[1, 2.0]], r"input 0 is a list that holds 2.0 \(float\)"),
     ([[1, True]], r"input 0 is a list that holds True \(bool\)"),
-    ([["cat"]], r"input 0 is a list that holds 'cat' \(str\)"),
+    ([["cat"]], "input 0 is a list of texts, where one prompt is expected"),
+    ([("cat", "mat")], r"are \{'prompt': first, 'text_pair': second\} for classify\(\), or given to score"),
     ([[[1, 2]]], r"input 0 is a list that holds \[1, 2\] \(list\)"),
     ([[]], "input 0 is an empty list of token ids"),
     (numpy.array([1.5, 2.0]), r"input 0 is 1.5 \(float\)"),
@@ -144,6 +145,25 @@ def test_prompts_of_no_known_form_are_refused(llm: LLM, submitted: list[Any], pr
 def test_one_bad_prompt_among_many_runs_none(llm: LLM, submitted: list[Any]) -> None:
     refuse(lambda: llm.embed(["cat"] * 50 + [None], use_tqdm=False), InvalidPromptError, "input 50 is None")  # type: ignore[list-item]
     assert not submitted
+
+
+def test_fields_of_pooling_params_as_arguments_are_shown_the_way(llm: LLM) -> None:
+    with pytest.raises(TypeError, match=r"'dimensions'; give PoolingParams\(dimensions=\.\.\.\)"):
+        llm.embed("cat", dimensions=8)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"'batch_size'; known: prompt_name, "):
+        llm.embed("cat", batch_size=8)  # type: ignore[call-arg]
+
+
+def test_columns_of_tables_are_lists_of_prompts(llm: LLM) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    texts = ["cat", "a cat", "the mat"]
+    assert_close(vectors(llm, pyarrow.chunked_array([texts[:1], texts[1:]])), vectors(llm, texts), atol=0)
+
+    class Series:  # polars has this method alone
+        def to_list(self) -> list[str]:
+            return texts
+
+    assert_close(vectors(llm, Series()), vectors(llm, texts), atol=0)  # type: ignore[arg-type]
 
 
 # Length
@@ -382,6 +402,11 @@ def test_arguments_that_are_wrong_are_refused(arguments: dict[str, Any], match: 
 @pytest.mark.parametrize("model", [None, "", 3, b"model"])
 def test_a_model_that_is_no_path_is_refused(model: Any) -> None:
     refuse(lambda: LLM(model), ConfigError, "model=.* is not a path or a hub id")
+
+
+def test_paths_are_taken_as_they_are_or_as_text(tmp_path: Path) -> None:
+    given = EngineConfig(model=tmp_path, tokenizer=tmp_path, download_dir=tmp_path)  # type: ignore[arg-type]
+    assert given == EngineConfig(model=str(tmp_path), tokenizer=str(tmp_path), download_dir=str(tmp_path))
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -310,11 +310,6 @@ def _take_adapters(
     if not (opened.adapters or engine.enable_lora or tasks):
         return None
     config = opened.config
-    if ranks().pp_size > 1:
-        raise ConfigError(
-            f"{config.name}: LoRA adapters need all layers in one process: leave pipeline_parallel_size at 1, or merge "
-            "the adapter with peft and save the result"
-        )
     places = Places(model, head=beside.head, recipe=opened.recipe, claimed=claimed)
     if not places.are_linear:
         raise ConfigError(f"{config.name} has no linear layers that LoRA could be added to: leave it out")

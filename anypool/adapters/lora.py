@@ -96,6 +96,8 @@ class LoRAModel:
         """Puts an adapter into a slot that no running batch reads."""
         self.clear(slot)
         for place, patch in fitted.backbone:
+            if place.is_elsewhere:
+                continue
             layer = self._layer(place)
             if isinstance(layer, EmbeddingLoRA):
                 layer.put(slot, _embedding_patch(patch, place))
@@ -189,6 +191,8 @@ def merge(places: Places, adapter: PeftAdapter) -> None:
     """
     fitted = fit(places, adapter)
     for place, patch in (*fitted.backbone, *fitted.heads):
+        if place.is_elsewhere:
+            continue
         if place.module is None:
             _merge_parameters(places, patch)
         elif place.is_table:

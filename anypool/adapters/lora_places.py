@@ -17,6 +17,7 @@ from anypool.model_executor.layers.packing import is_foreign_linear
 from anypool.model_executor.models.interfaces import LM_HEAD_NAMES
 from anypool.model_executor.models.transformers_backend import TransformersModel
 from anypool.model_executor.models.transformers_backend.loading import HEAD_NAMES
+from anypool.model_executor.stages import Elsewhere
 from anypool.model_executor.weights.loading import slots_of
 from anypool.pooling.pooler import DispatchPooler
 
@@ -36,6 +37,7 @@ class Place:
         part: The checkpoint's name of the outputs of a fused layer; "" for all of a layer.
         is_table: Whether it is a table of embeddings rather than a linear layer.
         in_pooler: Whether it is part of a head.
+        is_elsewhere: Whether another stage of a pipeline has it, so that only its shape is known here.
     """
 
     module: Any
@@ -44,6 +46,7 @@ class Place:
     part: str = ""
     is_table: bool = False
     in_pooler: bool = False
+    is_elsewhere: bool = False
 
 
 class Places:
@@ -86,6 +89,9 @@ class Places:
     def parameter(self, name: str) -> nn.Parameter | None:
         """A whole parameter of the backbone that PEFT calls so, such as a norm's weight."""
         slots = slots_of(self._model)
+        for stand_in, module in self._model.named_modules():
+            if isinstance(module, Elsewhere):
+                slots |= {f"{stand_in}.{own}": slot for own, slot in slots_of(module.module).items()}
         found = next((slots[own] for own in self._own_names(name) if own in slots), None)
         return None if found is None or found.shape != tuple(found.parameter.shape) else found.parameter
 
@@ -97,33 +103,42 @@ class Places:
 
     def _layers(self) -> Iterator[tuple[str, Place]]:
         inside = set() if self._pooler is None else set(self._pooler.modules())
-        tables = self._tables()
-        for name, module in self._model.named_modules(remove_duplicate=False):
+        table, names = self._foreign_table(), (*_TABLES, *getattr(self._model, "lora_tables", ()))
+        for name, module, elsewhere in self._modules():
             if module in inside:
                 continue
             if isinstance(module, Linear) and module.parts:
                 start, parent = 0, name.rpartition(".")[0]
                 for part, size in module.parts.items():
-                    yield f"{parent}.{part}", Place(module, start, size, part)
+                    yield f"{parent}.{part}", Place(module, start, size, part, is_elsewhere=elsewhere)
                     start += size
             elif isinstance(module, Linear):
-                yield name, Place(module, 0, module.out_size)
+                yield name, Place(module, 0, module.out_size, is_elsewhere=elsewhere)
             elif is_foreign_linear(module) or isinstance(module, nn.Linear):
                 yield name, Place(module, 0, out_features(module))
-            elif module in tables:
-                rows = module.num_rows if isinstance(module, Embedding) else len(module.weight)
-                yield name, Place(module, 0, rows, is_table=True)
+            elif isinstance(module, Embedding) and name.rpartition(".")[2] in names:
+                yield name, Place(module, 0, module.num_rows, is_table=True, is_elsewhere=elsewhere)
+            elif table is not None and module is table:
+                yield name, Place(module, 0, len(table.weight), is_table=True)
 
-    def _tables(self) -> Collection[nn.Module]:
-        if isinstance(self._model, TransformersModel):
-            try:
-                table = self._model.model.get_input_embeddings()
-            except (AttributeError, NotImplementedError):  # not every module has one table
-                return ()
-            return {table} if isinstance(table, nn.Embedding) else ()
-        names = (*_TABLES, *getattr(self._model, "lora_tables", ()))
-        named = self._model.named_modules()
-        return {one for name, one in named if isinstance(one, Embedding) and name.rpartition(".")[2] in names}
+    def _modules(self) -> Iterator[tuple[str, Any, bool]]:
+        """Every module by its name, and whether another stage has it."""
+        for name, module in self._model.named_modules(remove_duplicate=False):
+            if not isinstance(module, Elsewhere):
+                yield name, module, False
+                continue
+            for inner, part in module.module.named_modules():
+                yield f"{name}.{inner}" if inner else name, part, True
+
+    def _foreign_table(self) -> nn.Embedding | None:
+        """The table of embeddings of a module that runs through transformers."""
+        if not isinstance(self._model, TransformersModel):
+            return None
+        try:
+            table = self._model.model.get_input_embeddings()
+        except (AttributeError, NotImplementedError):  # not every module has one
+            return None
+        return table if isinstance(table, nn.Embedding) else None
 
     def _head_layers(self, head: Head | None, recipe: Recipe) -> Iterator[tuple[str, Place]]:
         if head is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 import weakref
@@ -111,6 +112,7 @@ class Engine:
         self._stop_at: float | None = None
         self._death: BaseException | None = None
         self._beat = time.monotonic()
+        self._process = os.getpid()
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._serve, name="anypool-device", daemon=True)
@@ -126,6 +128,11 @@ class Engine:
     def is_alive(self) -> bool:
         """Whether requests are taken."""
         return self._thread.is_alive() and self._stop_at is None
+
+    @property
+    def is_left_behind(self) -> bool:
+        """Whether this is a forked copy: its thread, its locks and its processes are the parent's."""
+        return os.getpid() != self._process
 
     def health(self) -> Health:
         """What the device thread is doing. Asks nothing of it, so it answers while the thread is busy or stuck."""
@@ -167,7 +174,13 @@ class Engine:
 
         Raises:
             InvalidRequestError: A prompt or a parameter cannot be served; the message names it.
+            EngineDeadError: The process was forked from the one that has the engine.
         """
+        if self.is_left_behind:
+            raise EngineDeadError(
+                f"process {os.getpid()} was forked from process {self._process}, and the engine stayed there: make it "
+                "in the process that uses it, or start processes with multiprocessing.get_context('spawn')"
+            )
         began = time.perf_counter()
         requests = self._preparation.prepare(prompts, task, params, options or PromptOptions())
         self.metrics.prepare_s.observe(time.perf_counter() - began)
@@ -567,5 +580,5 @@ class Engine:
 
 def _close(engine: weakref.ref[Engine]) -> None:
     alive = engine()
-    if alive is not None:
+    if alive is not None and not alive.is_left_behind:
         alive.close()

@@ -26,18 +26,16 @@ from pathlib import Path
 from anypool.adapters.heads import registered_heads
 from anypool.config import EngineConfig
 from anypool.engine import wire
+from anypool.engine.patience import LOOK_S, START_S, AwakeClock, patience_s
 from anypool.errors import EngineDeadError, EngineError
 from anypool.model_executor.registry import ModelRegistry
 
 logger = logging.getLogger(__name__)
 
 _COMMAND = (sys.executable, "-m", "anypool.engine.worker")
-# Seconds that a process gets to start, to load once rank 0 has loaded, and to end by itself.
-_START_S = 180.0
+# Seconds that a process gets to load once rank 0 has loaded, and to end by itself.
 _LOAD_S = 180.0
 _END_S = 5.0
-# Seconds between looks at whether a rank is overdue.
-_LOOK_S = 1.0
 
 
 class Processes:
@@ -66,6 +64,9 @@ class Processes:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._sending, self._ending = threading.Lock(), threading.Lock()
         self._is_ended = False
+        self._clock = AwakeClock()
+        self._heard: dict[int, float] = {}
+        self._patience_s = patience_s(configs[0].stuck_after_s)
         self._folder = Path(tempfile.mkdtemp(prefix="anypool-ranks-"))
         self._meetings = count()
         try:
@@ -101,7 +102,7 @@ class Processes:
 
     def wait_ready(self) -> None:
         """Waits until all processes have started, or raises why they have not."""
-        self._wait(self._ready, _START_S, "started")
+        self._wait(self._ready, START_S, "started")
 
     def wait_loaded(self, own_s: float) -> None:
         """Waits until all have loaded, given the seconds that rank 0 took, or raises why they have not."""
@@ -146,7 +147,7 @@ class Processes:
         """Takes what the processes report, until there are none."""
         ranks = {connection: rank for rank, connection in self._connections.items()}
         while ranks and not self.death.done():
-            for connection in wait_for_connections(list(ranks), _LOOK_S):
+            for connection in wait_for_connections(list(ranks), LOOK_S):
                 assert isinstance(connection, Connection)
                 try:
                     self._take(ranks[connection], wire.loads(connection.recv_bytes()))
@@ -154,19 +155,28 @@ class Processes:
                     rank = ranks.pop(connection)
                     if not self._is_ended:
                         self._die(EngineDeadError(self._obituary(rank)))
-            if (reason := self.is_overdue()) is not None:
+            if (reason := self._hangs() or self.is_overdue()) is not None:
                 self._die(EngineDeadError(reason))
         for connection in self._connections.values():
             connection.close()
 
+    def _hangs(self) -> str | None:
+        """Says which rank hangs, if one does: it has said nothing, though it can always say that it lives."""
+        self._clock.tick()
+        for rank, heard in self._heard.items():
+            if self._clock.seconds - heard > self._patience_s:
+                return f"{self._name(rank)} hangs: it has said nothing for {self._patience_s:g} s"
+        return None
+
     def _take(self, rank: int, report: wire.Report) -> None:
+        self._heard[rank] = self._clock.seconds
         if isinstance(report, wire.Ready):
             self._ready[rank].set_result(None)
         elif isinstance(report, wire.Loaded):
             self._loaded[rank].set_result(None)
         elif isinstance(report, wire.NotLoaded):
             self._die(report.error)
-        elif self.on_report is not None:
+        elif isinstance(report, wire.Ran) and self.on_report is not None:
             self.on_report(rank, report)
 
     def _die(self, error: Exception) -> None:

@@ -25,8 +25,9 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bo
     if isinstance(prompts, (str, Mapping)):
         return [prompts], True
     if isinstance(prompts, _BYTES) or not isinstance(prompts, Sequence):
-        if hasattr(prompts, "tolist") and not isinstance(prompts, _BYTES):  # numpy arrays and tensors of ids
-            return as_prompt_list(prompts.tolist())
+        for name in ("tolist", "to_pylist", "to_list"):  # numpy, pandas, torch; pyarrow; polars
+            if hasattr(prompts, name) and not isinstance(prompts, _BYTES):
+                return as_prompt_list(getattr(prompts, name)())
         if isinstance(prompts, (Iterator, ValuesView)):  # generators, map(), dict.values(): they have an order
             return as_prompt_list(list(prompts))
         raise InvalidPromptError(
@@ -102,6 +103,11 @@ def check_prompt(
         ids = prompt.tolist()
     if isinstance(ids, Sequence) and not isinstance(ids, _BYTES):
         for token in ids:
+            if isinstance(token, str):
+                raise InvalidPromptError(
+                    f"input {index} is a list of texts, where one prompt is expected; two texts that are read together "
+                    "are {'prompt': first, 'text_pair': second} for classify(), or given to score(first, second)"
+                )
             if not _is_token(token):
                 raise InvalidPromptError(
                     f"input {index} is a list that holds {token!r} ({type(token).__name__}); token ids are integers"

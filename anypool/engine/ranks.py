@@ -145,10 +145,10 @@ class RanksExecutor:
     """
 
     calls_back = True
-    is_open: ClassVar[bool] = False  # torch.distributed has one set of connections per process
+    open_ranks: ClassVar[int] = 0  # of the one that is open: torch.distributed has one set of connections per process
 
     def __init__(self, config: EngineConfig, rank: Rank, processes: Processes, *, threads: int) -> None:
-        RanksExecutor.is_open = True
+        RanksExecutor.open_ranks = config.num_ranks
         self._threads = threads
         # One more than stages: while all of them are busy, the next batch is on its way.
         self.depth = config.pipeline_parallel_size + 1 if config.pipeline_parallel_size > 1 else 1
@@ -246,7 +246,7 @@ class RanksExecutor:
         self._rank.leave()
         self._processes.clean_up()
         torch.set_num_threads(self._threads)  # of threads that come
-        RanksExecutor.is_open = False
+        RanksExecutor.open_ranks = 0
 
     def kill(self) -> None:
         self._processes.end(at_once=True)

@@ -57,10 +57,10 @@ def start(config: EngineConfig) -> Started:
         EngineError: A process of the ranks has ended, or has not started in time.
     """
     set_up_threads()
-    if RanksExecutor.is_open:
+    if RanksExecutor.open_ranks:
         raise ConfigError(
-            f"an engine of this process holds its model with {distributed.ranks().size} ranks, and such an engine is "
-            "the only one of its process: close it first"
+            f"an engine of this process holds its model with {RanksExecutor.open_ranks} ranks, and such an engine is "
+            "the only one of its process: close it first; if it was closed and did not end, start a new process"
         )
     return _start_alone(config) if config.num_ranks == 1 else _start_ranks(config)
 

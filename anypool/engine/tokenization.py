@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # transformers writes 1e30 where a tokenizer has no limit.
 _NO_LIMIT = 10**12
+# An interrupt waits for a batch of the library to end.
+_TEXTS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,10 +155,14 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each text, uncut, with the special tokens around it unless they are switched off."""
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
+        encoded = []
+        for start in range(0, len(texts), _TEXTS_AT_ONCE):
+            some = list(texts[start : start + _TEXTS_AT_ONCE])
+            encodings = self._backend.encode_batch_fast(some, add_special_tokens=special_tokens)
+            encoded += [encoding.ids for encoding in encodings]
         if self.dropped_id is None:
-            return [encoding.ids for encoding in encodings]
-        return [[i for i in encoding.ids if i != self.dropped_id] for encoding in encodings]
+            return encoded
+        return [[i for i in ids if i != self.dropped_id] for ids in encoded]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids."""

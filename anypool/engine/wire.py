@@ -84,6 +84,11 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Alive:
+    """The process has not stopped, whatever it is at."""
+
+
+@dataclass(frozen=True)
 class Loaded:
     """The rank has its part of the model."""
 
@@ -104,7 +109,7 @@ class Ran:
     error: Exception | None = None
 
 
-Report = Ready | Loaded | NotLoaded | Ran
+Report = Ready | Alive | Loaded | NotLoaded | Ran
 
 
 def dumps(message: Command | Report) -> bytes:

@@ -9,6 +9,8 @@ import logging
 import os
 import sys
 import threading
+import time
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -16,6 +18,7 @@ from queue import SimpleQueue
 from anypool.adapters.heads import register_head
 from anypool.adapters.lora import LoRAModel
 from anypool.engine import wire
+from anypool.engine.patience import LOOK_S
 from anypool.engine.ranks import join, make_rank
 from anypool.engine.setup import load
 from anypool.model_executor.cpu import KeptMemory, set_up_threads
@@ -23,9 +26,6 @@ from anypool.model_executor.gpu_memory import cap_memory
 from anypool.model_executor.kv_store import KVStore
 from anypool.model_executor.rank import Rank, Work
 from anypool.model_executor.registry import register_model
-
-# Seconds between looks at whether the parent is still there. The pipe tells as well, unless a fork of it holds it open.
-_LOOK_S = 1.0
 
 
 class Worker:
@@ -37,23 +37,35 @@ class Worker:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._sending = threading.Lock()
         self._commands: SimpleQueue[wire.Command] = SimpleQueue()
         self._store: KVStore | None = None
         self._lora: LoRAModel | None = None
         threading.Thread(target=self._listen, args=(os.getppid(),), name="anypool-commands", daemon=True).start()
 
     def _listen(self, parent: int) -> None:
-        """Reads commands, so that who sends them never waits, and ends the process when nobody can send any more."""
-        try:
+        """Reads commands, so that who sends them never waits, and ends the process when nobody can send any more.
+
+        The pipe's end tells that there is no parent any more, unless a fork of it holds the pipe open.
+        """
+        with suppress(EOFError, OSError):
             while os.getppid() == parent:
-                if self._connection.poll(_LOOK_S):
+                if self._connection.poll(LOOK_S):
                     self._commands.put(wire.loads(self._connection.recv_bytes()))
-        except (EOFError, OSError):
-            pass
         os._exit(1)
 
+    def _say_that_it_lives(self) -> None:
+        while True:
+            self._report(wire.Alive())
+            time.sleep(LOOK_S)
+
     def _report(self, report: wire.Report) -> None:
-        self._connection.send_bytes(wire.dumps(report))
+        data = wire.dumps(report)
+        try:
+            with self._sending:
+                self._connection.send_bytes(data)
+        except OSError:  # nobody is there to read it
+            os._exit(1)
 
     def serve(self) -> None:
         """Loads, then does what is asked until it is told to stop."""
@@ -77,6 +89,7 @@ class Worker:
         for architecture, recipe in begin.heads.items():
             register_head(architecture, recipe)
         self._report(wire.Ready())
+        threading.Thread(target=self._say_that_it_lives, name="anypool-alive", daemon=True).start()
         command = self._commands.get()
         assert isinstance(command, wire.Join)
         join(begin.rank, begin.config, command.address)

@@ -7,6 +7,7 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 import anypool
@@ -37,7 +38,9 @@ class _CommandParser(_Parser):
             namespace.texts = [*(namespace.texts or ()), *texts]
             unknown = [word for word in unknown[:end] if word.startswith("-")]
         if unknown:  # the parser of all commands would name its own --help
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            near = get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return namespace, unknown
 
 

@@ -211,15 +211,22 @@ def _with_share(device: Device, share: Range | None) -> Device:
     return replace(device, share=share, share_source="given with --share")
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
 def _count(text: str) -> int:
-    number = float(text)
+    number = _number(text)
     if not (number >= 1 and number.is_integer()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return int(number)
 
 
 def _positive(text: str) -> float:
-    number = float(text)
+    number = _number(text)
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return number
@@ -227,7 +234,7 @@ def _positive(text: str) -> float:
 
 def _share(text: str) -> Range:
     low, _, high = text.partition("-")
-    share = float(low), float(high or low)
+    share = _number(low), _number(high or low)
     if not 0 < share[0] <= share[1] <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share, or two of them, above 0 and up to 1: 0.3-0.5")
     return share

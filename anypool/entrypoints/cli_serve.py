@@ -38,10 +38,12 @@ def add_command(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Loads the models and serves them until a signal comes."""
     from anypool.entrypoints.serve.auth import Keys
+    from anypool.entrypoints.serve.certificates import check_certificates
     from anypool.entrypoints.serve.server import bind, serve  # imports what the extra installs
 
     options = ServerOptions.gather(arguments_of(arguments, ServerOptions), path=arguments.config)
-    Keys(options.api_key, options.api_key_file)  # before a model is loaded
+    Keys(options.api_key, options.api_key_file)  # before a model is loaded, as are the certificates
+    check_certificates(options)
     configs = engine_configs(arguments)
     with bind(options.host, options.port) as sock, _ending_by_signal():
         engines: list[Engine] = []

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypedDict, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, overload
 
 import torch
 from tqdm import tqdm
@@ -95,8 +95,7 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike[str], **engine_args: Any) -> None:
-        name = os.fspath(model) if isinstance(model, os.PathLike) else model
-        self.engine = start_engine(EngineConfig.from_kwargs(model=name, **engine_args))
+        self.engine = start_engine(EngineConfig.from_kwargs(model=model, **engine_args))
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:
@@ -547,7 +546,14 @@ class LLM:
 
     def close(self) -> None:
         """Stops the engine. Using the object afterwards raises `EngineDeadError`."""
-        self.engine.close()
+        if not self.engine.is_left_behind:
+            self.engine.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an LLM cannot be pickled or copied, since its memory and its thread are one process's: "
+            "make an LLM in each process"
+        )
 
     def __enter__(self) -> LLM:
         return self
@@ -558,9 +564,8 @@ class LLM:
         self.close()
 
     def __del__(self) -> None:
-        engine = getattr(self, "engine", None)
-        if engine is not None:
-            engine.close()
+        if hasattr(self, "engine"):
+            self.close()
 
 
 def _options(arguments: PromptArguments) -> PromptOptions:
@@ -568,7 +573,10 @@ def _options(arguments: PromptArguments) -> PromptOptions:
     known = PromptArguments.__annotations__
     for name in arguments:
         if name not in known:
-            raise TypeError(f"unexpected keyword argument {name!r}; known: {', '.join(known)}")
+            hint = f"known: {', '.join(known)}"
+            if name in {field.name for field in fields(PoolingParams)}:
+                hint = f"give PoolingParams({name}=...)"
+            raise TypeError(f"unexpected keyword argument {name!r}; {hint}")
     values: dict[str, Any] = {name: arguments.get(name) for name in ("truncate_prompt_tokens", "truncation_side")}
     further = arguments.get("tokenization_kwargs") or {}
     if not isinstance(further, Mapping):

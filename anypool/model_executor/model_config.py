@@ -216,7 +216,8 @@ def _read_with_transformers(repository: Repository, raw: Mapping[str, Any], trus
         from transformers import AutoConfig
     except ImportError as error:
         raise MissingDependencyError(
-            f"{repository.name} (model type {raw['model_type']!r}) needs transformers: pip install transformers"
+            f"{repository.name} (model type {raw['model_type']!r}) needs transformers: "
+            "pip install 'anypool[transformers]'"
         ) from error
     try:
         config = (

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import re
+from importlib.util import find_spec
 
 from torch import nn
 
-from anypool.errors import ConfigError, UnsupportedArchitectureError
+from anypool.errors import ConfigError, MissingDependencyError, UnsupportedArchitectureError
 from anypool.model_executor.model_config import ModelConfig
 from anypool.model_executor.models.interfaces import is_encoder_model, is_pooling_model, is_text_generation_model
 
@@ -152,6 +153,10 @@ class _Registry:
         return self._transformers_cls(architecture, config)
 
     def _transformers_cls(self, architecture: str, config: ModelConfig) -> type[nn.Module]:
+        if find_spec("transformers") is None:
+            raise MissingDependencyError(
+                f"{architecture} runs through transformers: pip install 'anypool[transformers]'"
+            )
         from anypool.model_executor.models.transformers_backend import (
             TransformersForCausalLM,
             TransformersForConditionalGeneration,

@@ -42,7 +42,20 @@ class Stages:
 
 
 class Elsewhere(nn.Module):
-    """Stands for a module that another stage has: what comes in goes on."""
+    """Stands for a module that another stage has: what comes in goes on.
+
+    Args:
+        module: That module, on the meta device: its layers and their shapes are known in every stage.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = (module,)  # no part of this one
+
+    @property
+    def module(self) -> nn.Module:
+        """What it stands for."""
+        return self._module[0]
 
     def forward(self, x_TD: torch.Tensor, *_: Any) -> torch.Tensor:
         return x_TD
@@ -92,7 +105,7 @@ def keep_stage(model: Any, ranks: Ranks, *, keep_first: bool = False) -> frozens
     own = own_layers(len(layers), ranks)
     for index in range(len(layers)):
         if index not in own:
-            layers[index] = Elsewhere()
+            layers[index] = Elsewhere(layers[index])
     if not (ranks.is_first_stage or keep_first):
         _replace(model, stages.first)
     if not ranks.is_last_stage:
@@ -103,8 +116,9 @@ def keep_stage(model: Any, ranks: Ranks, *, keep_first: bool = False) -> frozens
 def _replace(model: nn.Module, names: tuple[str, ...]) -> None:
     for name in names:
         parent, _, own = name.rpartition(".")
-        if getattr(model.get_submodule(parent), own) is not None:  # some have it only in some checkpoints
-            setattr(model.get_submodule(parent), own, Elsewhere())
+        module = getattr(model.get_submodule(parent), own)
+        if module is not None:  # some have it only in some checkpoints
+            setattr(model.get_submodule(parent), own, Elsewhere(module))
 
 
 class StageLink:

@@ -327,7 +327,7 @@ def _only(params: PoolingParams, allowed: tuple[str, ...], task: PoolingTask) ->
         if value is not None and one.name not in allowed:
             raise InvalidParameterError(
                 f"{one.name}={value!r} has no meaning for task {task.value!r}"
-                f"{' of this model, which is no multi-vector model' if one.name in _TOKEN_VECTOR_FIELDS[3:] else ''}, "
+                f"{' of a model that is no multi-vector model' if one.name in _TOKEN_VECTOR_FIELDS[3:] else ''}, "
                 f"which takes {', '.join(allowed)}",
                 param=one.name,
             )

@@ -20,7 +20,7 @@ from anypool.config import EngineConfig
 from anypool.engine.engine import Engine
 from anypool.entrypoints.serve.app import create_app
 from anypool.entrypoints.serve.prompt_names import NamedPrompts
-from anypool.errors import ConfigError, InvalidParameterError, UnsupportedArchitectureError, WeightsError
+from anypool.errors import InvalidParameterError, UnsupportedArchitectureError, WeightsError
 from tests.adapters.lora_checkpoints import TEXTS, adapter, train, write
 from tests.entrypoints.conftest import Client
 from tests.helpers import (
@@ -288,7 +288,7 @@ def test_what_config_json_may_not_say(keys: dict[str, Any], said: str) -> None:
         LLM(original()[0], device="cpu", hf_overrides=keys)
 
 
-@pytest.mark.parametrize("degree", ["tensor_parallel_size", "data_parallel_size"])
+@pytest.mark.parametrize("degree", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
 def test_tasks_over_processes(degree: str) -> None:
     folder, models = original()
     with loaded(folder, **{degree: 2}) as llm:
@@ -299,11 +299,6 @@ def test_tasks_over_processes(degree: str) -> None:
             llm.embed(TEXTS, lora_request=LoRARequest("own", 1, "somewhere"))
     for row, text, task in zip(mixed[1:], TEXTS[1:], TASKS[2:], strict=True):
         assert_close(row, means(models[task], [text])[0])
-
-
-def test_tasks_are_not_for_stages() -> None:
-    with pytest.raises(ConfigError, match="pipeline_parallel_size"):
-        LLM(original()[0], device="cpu", pipeline_parallel_size=2)
 
 
 def test_an_empty_folder_of_an_adapter_is_named() -> None:

@@ -23,6 +23,8 @@ from safetensors.torch import load_file, save_file
 
 from anypool import LLM, PoolingParams
 from anypool.engine import processes as processes_module
+from anypool.engine.patience import LOOK_S, AwakeClock
+from anypool.engine.ranks import RanksExecutor
 from anypool.engine.request import Request
 from anypool.errors import ConfigError, EngineDeadError, EngineError, WeightsError
 from anypool.model_executor.registry import ModelRegistry
@@ -216,11 +218,11 @@ def test_what_a_rank_cannot_load_is_the_callers_error(monkeypatch: pytest.Monkey
 def test_a_rank_that_does_not_start_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     before = children()
     monkeypatch.setattr(processes_module, "_COMMAND", (sys.executable, "-c", "import time; time.sleep(60)"))
-    monkeypatch.setattr(processes_module, "_START_S", 0.5)
+    monkeypatch.setattr(processes_module, "START_S", 0.5)
     with pytest.raises(EngineError, match=r"rank 1 of 2 \(process \d+\) has not started within 0 s"):
         loaded(tiny_llama(), tensor_parallel_size=2).__enter__()
     monkeypatch.setattr(processes_module, "_COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
-    monkeypatch.setattr(processes_module, "_START_S", 60)
+    monkeypatch.setattr(processes_module, "START_S", 60)
     with pytest.raises(EngineDeadError, match=r"rank 1 of 2 \(process \d+\) ended with exit code 3"):
         loaded(tiny_llama(), tensor_parallel_size=2).__enter__()
     assert children() <= before
@@ -271,6 +273,7 @@ def children() -> set[int]:
 
 
 def test_a_rank_that_hangs_does_not_outlive_close_and_another_engine_may_follow() -> None:
+    rows = expected(encoder())
     llm = LLM(encoder(), device="cpu", tensor_parallel_size=2, use_tqdm_on_load=False)
     pids = pids_of(llm)
     os.kill(pids[0], signal.SIGSTOP)
@@ -281,5 +284,37 @@ def test_a_rank_that_hangs_does_not_outlive_close_and_another_engine_may_follow(
             request.future.result(1)
     wait_until_gone(pids)
     with ranks(encoder(), 2, 1) as llm:
-        for row, other in zip(answers(llm, random_ids(110)), expected(encoder()), strict=True):
+        for row, other in zip(answers(llm, random_ids(110)), rows, strict=True):
             assert_close(row, other)
+
+
+def test_a_slow_rank_is_waited_for_and_a_stopped_one_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes_module, "patience_s", lambda stuck_after_s: 3.0)
+    with faulty(), loaded(tiny_llama(), pipeline_parallel_size=2, stuck_after_s=0.5) as llm:
+        requests = submit(llm, [[1, STUCK]])
+        time.sleep(4)
+        assert llm.engine.health().status == "stuck"
+        [pid] = pids_of(llm)
+        os.kill(pid, signal.SIGSTOP)
+        requests += submit(llm, [[1, 20], [1, 21]])
+        for request in requests:
+            with pytest.raises(EngineDeadError, match=rf"rank 1 of 2 \(process {pid}\) hangs: .* nothing for 3 s"):
+                request.future.result(20)
+        assert llm.engine.health().status == "dead"
+        wait_until_gone([pid])
+
+
+def test_time_in_which_the_machine_sleeps_is_nobodys_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    clock = AwakeClock()
+    for step in (1.0, 0.5, 3600.0, 1.0):
+        now += step
+        clock.tick()
+    assert clock.seconds == 1.0 + 0.5 + 2 * LOOK_S + 1.0
+
+
+def test_an_engine_of_ranks_that_was_given_up_is_named_with_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RanksExecutor, "open_ranks", 4)
+    with pytest.raises(ConfigError, match="holds its model with 4 ranks"):
+        loaded(tiny_llama()).__enter__()

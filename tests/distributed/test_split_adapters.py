@@ -1,20 +1,26 @@
-"""Low-rank adapters on a model that two processes hold together give peft's own numbers."""
+"""Low-rank adapters on a model that several processes hold together give peft's own numbers."""
 
 from __future__ import annotations
 
+import shutil
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-from anypool import LoRARequest, PoolingParams
+from anypool import LLM, LoRARequest, PoolingParams
+from anypool.errors import WeightsError
 from tests.adapters.lora_checkpoints import adapter, base, states
 from tests.adapters.test_lora import ADAPTERS, MERGED_ONLY
+from tests.adapters.test_lora_heads import assert_scores, classifier
+from tests.adapters.test_lora_heads import trained as with_head
 from tests.distributed.adapted import adapted
 from tests.distributed.processes import in_processes
-from tests.helpers import loaded
+from tests.helpers import loaded, new_folder
 
 NAMES = ("llama", "llama-bias", "llama-table", "llama-tokens", "qwen3", "bert", "bert-lora-bias", "modernbert")
 ONLY_MERGED = ("whole-layer", "dora")
@@ -58,21 +64,65 @@ def test_a_dora_of_a_layer_that_is_split_by_its_input_is_refused(
     assert "split over processes by its input" in str(ranks[0]["dora"]["merged"])
 
 
-def test_an_engine_of_two_ranks_runs_the_base_and_its_adapters_in_one_call() -> None:
-    """There are more adapters than slots, so each is put there again and again."""
-    names = ("llama", "llama-bias", "llama-table")
-    requests = {name: LoRARequest(name, 1 + i, trained(name)[1]) for i, name in enumerate(names)}
-    order = ["llama", None, "llama-bias", "llama-table", "llama", None]
-    plain = AutoModel.from_pretrained(base("llama")).eval()
-    with loaded(base("llama"), tensor_parallel_size=2, enable_lora=True, max_loras=2) as llm:
+def assert_mixed_is_as_peft(llm: LLM, family: str, names: tuple[str, ...]) -> None:
+    """The base and adapters in one call, each put into a slot again and again where there are more than slots."""
+    requests: dict[str | None, LoRARequest | None] = {None: None}
+    requests |= {name: LoRARequest(name, 1 + i, trained(name)[1]) for i, name in enumerate(names)}
+    order = [names[0], None, *names[1:], names[0], None]
+    plain = AutoModel.from_pretrained(base(family)).eval()
+    for ids in TEXTS:
+        outputs = llm.token_embed(
+            [{"prompt_token_ids": ids}] * len(order),
+            PoolingParams(normalize=False),
+            lora_request=[requests[name] for name in order],
+            use_tqdm=False,
+        )
+        for name, output in zip(order, outputs, strict=True):
+            assert_is(output.outputs.data, states(plain if name is None else trained(name)[2], ids))
+
+
+def assert_is(actual_LD: torch.Tensor, expected_LD: torch.Tensor) -> None:
+    most = 1e-5 * float(expected_LD.norm(dim=-1).max())
+    torch.testing.assert_close(actual_LD, expected_LD, atol=most, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "names", "sizes"),
+    [
+        ("llama", ("llama", "llama-bias", "llama-table"), {"tensor_parallel_size": 2}),
+        ("llama", ("llama", "llama-one-layer", "llama-table"), {"pipeline_parallel_size": 2}),
+        ("bert", ("bert", "bert-lora-bias", "bert-table"), {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    ],
+)
+def test_an_engine_of_ranks_runs_the_base_and_its_adapters_in_one_call(
+    family: str, names: tuple[str, ...], sizes: dict[str, int]
+) -> None:
+    with loaded(base(family), enable_lora=True, max_loras=2, **sizes) as llm:
+        assert_mixed_is_as_peft(llm, family, names)
+
+
+@pytest.mark.parametrize("name", ["norms", "llama-one-layer", "dora"])
+def test_an_adapter_is_merged_into_the_layers_of_each_stage(name: str) -> None:
+    folder, lora, model = trained(name)
+    with loaded(Path(folder), pipeline_parallel_size=2, lora=lora) as llm:
         for ids in TEXTS:
-            outputs = llm.token_embed(
-                [{"prompt_token_ids": ids}] * len(order),
-                PoolingParams(normalize=False),
-                lora_request=[None if name is None else requests[name] for name in order],
-                use_tqdm=False,
-            )
-            for name, output in zip(order, outputs, strict=True):
-                expected_LD = states(plain if name is None else trained(name)[2], ids)
-                most = 1e-5 * float(expected_LD.norm(dim=-1).max())
-                torch.testing.assert_close(output.outputs.data, expected_LD, atol=most, rtol=0)
+            [output] = llm.token_embed({"prompt_token_ids": ids}, PoolingParams(normalize=False), use_tqdm=False)
+            assert_is(output.outputs.data, states(model, ids))
+
+
+def test_what_does_not_fit_a_layer_of_another_stage_is_the_callers_error() -> None:
+    folder = Path(shutil.copytree(trained("llama-one-layer")[1], new_folder("adapter"), dirs_exist_ok=True))
+    file = folder / "adapter_model.safetensors"
+    tensors = {name: tensor[:, :-1] if "lora_A" in name else tensor for name, tensor in load_file(file).items()}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    with loaded(base("llama"), pipeline_parallel_size=2, enable_lora=True) as llm:
+        with pytest.raises(WeightsError, match=r"layers\.1\.self_attn\.v_proj.* has shape"):
+            llm.embed("cat", lora_request=LoRARequest("bad", 1, str(folder)), use_tqdm=False)
+        assert_mixed_is_as_peft(llm, "llama", ("llama", "llama-one-layer"))
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_stages_before_an_adapters_own_head_let_it_through(family: str) -> None:
+    folder, model = with_head(family, 0)
+    with loaded(classifier(family), pipeline_parallel_size=2, enable_lora=True) as llm:
+        assert_scores(llm, [(LoRARequest("own-head", 1, str(folder)), model)])

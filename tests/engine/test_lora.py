@@ -362,8 +362,6 @@ def test_an_engine_without_adapters_refuses_them() -> None:
         ({"max_loras": 0}, "max_loras=0 is not a positive integer"),
         ({"lora_modules": {"a": "b"}}, "has no effect without enable_lora=True"),
         ({"lora_modules": {"a": 1}, "enable_lora": True}, "not a mapping of names"),
-        ({"pipeline_parallel_size": 2, "enable_lora": True}, "pipeline_parallel_size=2: LoRA adapters need all layers"),
-        ({"pipeline_parallel_size": 2, "lora": "a"}, "pipeline_parallel_size=2: LoRA adapters need all layers"),
     ],
 )
 def test_settings_that_mean_nothing_are_errors(values: dict[str, Any], message: str) -> None:

@@ -143,6 +143,31 @@ def test_a_checkpoint_with_a_vocabulary_file_alone_is_tokenised() -> None:
     assert load(folder).encode(RAGGED) == load(tiny_bert()).encode(RAGGED)
 
 
+def test_texts_are_encoded_some_at_a_time_so_that_an_interrupt_need_not_wait_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = load(saved(wordpiece_tokenizer()))
+    texts = [f"a cat {i}" for i in range(25)]
+    whole = tokenizer.encode(texts)
+    monkeypatch.setattr("anypool.engine.tokenization._TEXTS_AT_ONCE", 4)
+    assert tokenizer.encode(texts) == whole
+    assert tokenizer.encode([]) == []
+
+    class Interrupted:
+        calls = 0
+
+        def encode_batch_fast(self, some: list[str], **_: Any) -> list[Any]:
+            self.calls += 1
+            assert len(some) <= 4
+            raise KeyboardInterrupt
+
+    interrupted = Interrupted()
+    monkeypatch.setattr(tokenizer, "_backend", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.encode(texts)
+    assert interrupted.calls == 1
+
+
 def test_a_damaged_tokenizer_is_named() -> None:
     folder = copy_of(tiny_bert())
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')

@@ -248,7 +248,8 @@ def test_flags_become_engine_arguments() -> None:
         (["--max-model-len", "many"], "invalid int value: 'many'"),
         (["--pooler-config", "CLS"], "'CLS' is not JSON"),
         (["--pooler-config", "[1]"], "not a JSON object"),
-        (["--max-model", "3"], "unrecognized arguments"),
+        (["--max-model", "3"], "unrecognized arguments: --max-model 3; did you mean --max-model-len?"),
+        (["--qqqq"], "unrecognized arguments: --qqqq; see"),
     ],
 )
 def test_flag_of_a_wrong_form_is_refused(capsys: pytest.CaptureFixture[str], argv: list[str], words: str) -> None:

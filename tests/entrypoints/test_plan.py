@@ -179,6 +179,11 @@ def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as exit_:
             main(["plan", *words, "--tokens", "9", flag, value])
         assert exit_.value.code == 2
+    capsys.readouterr()
+    for flag in ("--docs", "--days", "--share"):
+        with pytest.raises(SystemExit):
+            main(["plan", *words, flag, "lots"])
+        assert f"argument {flag}: 'lots' is not a number" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("published")

@@ -12,8 +12,8 @@ import torch
 from anypool.model_executor.models.bert import BertModel
 
 # Ids of tiny_bert's vocabulary.
-KILLS, SLEEPS, RAISES = 60, 61, 62
-SLEEP_S = 0.3
+KILLS, SLEEPS, RAISES, NAPS = 60, 61, 62, 63
+SLEEP_S, NAP_S = 0.3, 4.0
 
 
 class MoodyBert(BertModel):
@@ -23,6 +23,8 @@ class MoodyBert(BertModel):
         ids = set(input_ids_T.tolist())
         if SLEEPS in ids:
             time.sleep(SLEEP_S)
+        if NAPS in ids:
+            time.sleep(NAP_S)
         if KILLS in ids:
             os.kill(os.getpid(), signal.SIGKILL)
         if RAISES in ids:

@@ -8,10 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,8 @@ import torch
 from anypool import LLM, AsyncEngine, ModelRegistry, PoolingParams
 from anypool.config import EngineConfig
 from anypool.engine.replicas import Replicas, start_engine
+from anypool.engine.replicas import process as process_module
+from anypool.engine.replicas.replica import Replica
 from anypool.engine.request import Request
 from anypool.errors import (
     ConfigError,
@@ -34,7 +38,7 @@ from anypool.pooling.tasks import PoolingTask
 from tests.adapters.test_heads import GQA, ragged, save_head
 from tests.engine.test_five_tasks import WANTED
 from tests.helpers import RAGGED, copy_of, loaded, new_folder, tiny_bert, tiny_llama
-from tests.replicas.moody import KILLS, RAISES, SLEEP_S, SLEEPS
+from tests.replicas.moody import KILLS, NAPS, RAISES, SLEEP_S, SLEEPS
 
 EMBED = PoolingTask.EMBED
 WAIT_S = 60
@@ -93,6 +97,10 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def threads_to_replicas() -> int:
+    return sum(one.name.startswith("anypool-to-replica") for one in threading.enumerate())
 
 
 def mapped_kilobytes(pid: int, file: str) -> Counter[str]:
@@ -213,6 +221,23 @@ def test_a_full_queue_refuses_over_all_replicas(replicas: Replicas) -> None:
     submit(replicas, ids(), bounded=True)[0].future.result(WAIT_S)
 
 
+def test_a_turn_that_would_come_late_is_refused_by_the_speed_of_all_replicas(
+    replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "config", replicas.config.replace(max_queue_s=0.1, max_queued_tokens=10**6))
+    replicas._admission.tokens_per_s = 0.0
+    running = [submit(replicas, ids(SLEEPS, *[20] * 17))[0] for _ in range(16)]
+    wait_for(lambda: replicas._admission.tokens_per_s > 0 and replicas.health().waiting_tokens < 120)
+    assert replicas._admission.tokens_per_s == pytest.approx(2 * 20 / SLEEP_S, rel=0.2)
+    with pytest.raises(
+        OverloadedError, match=r"the turn would come in \d\.\d s, and the limit is 0.1 s: try again later"
+    ):
+        submit(replicas, ids(*[20] * 18), bounded=True)
+    for request in running:
+        request.future.result(WAIT_S)
+    submit(replicas, ids(), bounded=True)[0].future.result(WAIT_S)
+
+
 def test_cancelled_and_expired_requests_are_dropped_wherever_they_wait(replicas: Replicas) -> None:
     running = [submit(replicas, ids(SLEEPS, *[20] * 17))[0] for _ in range(2)]
     wait_for(lambda: replicas.health().status == "busy")
@@ -274,28 +299,81 @@ def test_a_request_that_kills_replicas_fails_and_takes_no_other_with_it(replicas
     wait_for(lambda: replicas.health().replicas == 2)
 
 
-def test_a_replica_that_hangs_is_reported(replicas: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "config", replicas.config.replace(stuck_after_s=0.3))
-    pids = [replica.pid for replica in replicas._replicas]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+def test_a_slow_replica_is_reported_and_a_stopped_one_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "patience_s", lambda stuck_after_s: 3.0)
+    monkeypatch.setitem(ModelRegistry._own, "BertModel", "tests.replicas.moody:MoodyBert")
+    engine = start_engine(config(tiny_bert(), stuck_after_s=0.5))
+    assert isinstance(engine, Replicas)
     try:
-        requests = submit(replicas, ids(), ids(21))
-        wait_for(lambda: replicas.health().status == "stuck")
-        assert "0 of 2 replicas work: 2 hang" in replicas.health().message
+        pids = [replica.pid for replica in engine._replicas]
+        slow = [submit(engine, ids(NAPS))[0] for _ in range(2)]
+        wait_for(lambda: engine.health().status == "stuck")
+        assert "0 of 2 replicas work: 2 hang" in engine.health().message
+        for request in slow:
+            assert request.future.result(WAIT_S).isfinite().all()
+        assert [replica.pid for replica in engine._replicas] == pids, "longer than its patience, and left alone"
+
+        os.kill(pids[0], signal.SIGSTOP)
+        prompts = [ids(20 + i) for i in range(30)]
+        for request in submit(engine, *prompts):
+            assert request.future.result(WAIT_S).isfinite().all()
+        wait_for(lambda: not is_running(pids[0]))
+        wait_for(lambda: engine.health().replicas == 2)
     finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-    for request in requests:
-        request.future.result(WAIT_S)
-    assert replicas.health().status in ("alive", "busy")
+        engine.close()
+
+
+class FakeProcess:
+    """A replica that is ready at once and dies at once."""
+
+    pid = 0
+
+    def wait_until_ready(self) -> None: ...
+
+    def receive(self) -> Any:
+        raise EOFError
+
+    def kill(self) -> None: ...
+
+    def end(self) -> str:
+        return "died"
+
+
+def test_a_replica_that_dies_again_and_again_is_started_after_longer_and_longer_pauses() -> None:
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> bool:
+        pauses.append(seconds)
+        return len(pauses) == 9
+
+    front = SimpleNamespace(lost=lambda replica, reason: None)
+    fake: Any = FakeProcess()
+    replica = Replica("replica 0", fake, lambda: fake, front, threading.Condition())  # type: ignore[arg-type]
+    replica._is_closing.wait = pause  # type: ignore[method-assign,assignment]
+    replica.start()
+    replica._thread.join(WAIT_S)
+    assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+
+
+def test_what_a_replica_loses_when_nobody_takes_it_back_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It dies while the front's thread, which has nothing to do any more, is about to end."""
+    engine = start_engine(config(tiny_bert()))
+    assert isinstance(engine, Replicas)
+    [request] = engine.prepare([ids()], EMBED)
+    engine.close()
+    monkeypatch.setattr(engine, "_thread", threading.current_thread())
+    victim = engine._replicas[0]
+    victim.in_flight[0] = request
+    engine.lost(victim, "was killed")
+    with pytest.raises(EngineDeadError, match="shut down"):
+        request.future.result(0)
 
 
 def test_replicas_that_cannot_be_started_any_more_end_the_engine(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("anypool.engine.replicas.replica.MOST_STARTS", 2)
-    folder = copy_of(tiny_bert())
+    folder, before = copy_of(tiny_bert()), threads_to_replicas()
     engine = start_engine(config(folder))
     assert isinstance(engine, Replicas)
     try:
@@ -305,12 +383,13 @@ def test_replicas_that_cannot_be_started_any_more_end_the_engine(
             os.kill(replica.pid, signal.SIGKILL)
         wait_for(lambda: engine.health().replicas == 0)
         [request] = submit(engine, ids())
-        with pytest.raises(EngineDeadError, match="no replica can be started any more"):
+        with pytest.raises(EngineDeadError, match=r"no replica can be started any more: .* has no"):
             request.future.result(WAIT_S)
         wait_for(lambda: engine.health().status == "dead")
         assert "replica 1 is given up after 2 attempts" in caplog.text
         with pytest.raises(EngineDeadError):
             submit(engine, ids())
+        wait_for(lambda: threads_to_replicas() == before)
     finally:
         engine.close()
 

@@ -152,6 +152,12 @@ def test_a_file_that_is_cut_short_is_named(make: Callable[[], Path], keep: float
     refuse(folder, CheckpointFormatError, f"{file.name} cannot be read")
 
 
+def test_a_pointer_of_git_lfs_is_named() -> None:
+    folder = copy_of(tiny_bert())
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    refuse(folder, CheckpointFormatError, "Git LFS pointer.*git lfs pull")
+
+
 def test_a_folder_without_weights_says_what_was_expected() -> None:
     folder = copy_of(tiny_bert())
     (folder / "model.safetensors").unlink()

@@ -86,6 +86,7 @@ class Replicas(Engine):
                 process.end()
             raise
         self._retried: deque[Request] = deque()
+        self._takes_back = True  # whether what a replica had is run once more
         self._replicas = [
             Replica(process.name, process, start, self, self._changed)
             for process, start in zip(processes, starts, strict=True)
@@ -103,7 +104,7 @@ class Replicas(Engine):
     def health(self) -> Health:
         """What the replicas are doing. Asks nothing of them, so it answers while they are busy or stuck."""
         ready = [replica for replica in self._replicas if replica.is_ready]
-        stuck = [replica for replica in ready if replica.is_stuck(self.config.stuck_after_s)]
+        stuck = [replica for replica in ready if replica.is_stuck]
         working = len(ready) - len(stuck)
         status: Literal["alive", "busy", "stuck", "dead"] = "busy" if self._in_flight() else "alive"
         message = ""
@@ -111,8 +112,12 @@ class Replicas(Engine):
             status, message = "dead", self._end_message()
         elif working < len(self._replicas):
             status = "stuck" if stuck and not working else status
-            away = len(self._replicas) - len(ready)
-            message = f"{working} of {len(self._replicas)} replicas work: {len(stuck)} hang, {away} are to be restarted"
+            given_up = sum(replica.is_given_up for replica in self._replicas)
+            away = len(self._replicas) - len(ready) - given_up
+            message = (
+                f"{working} of {len(self._replicas)} replicas work: {len(stuck)} hang, {away} are to be restarted, "
+                f"{given_up} are given up"
+            )
         return Health(
             status=status,
             age_s=time.monotonic() - self._beat,
@@ -158,7 +163,7 @@ class Replicas(Engine):
             while True:
                 self._beat = now = time.monotonic()
                 if all(replica.is_given_up for replica in self._replicas):
-                    raise EngineDeadError("no replica can be started any more")
+                    raise EngineDeadError(f"no replica can be started any more: {self._replicas[0].failure}")
                 is_over = self._stop_at is not None and now >= self._stop_at
                 nothing_waits = self._stop_at is not None and not (self._scheduler or self._retried)
                 if (is_over or nothing_waits) and not self._in_flight():
@@ -233,19 +238,21 @@ class Replicas(Engine):
             known = self._admission.tokens_per_s
             self._admission.tokens_per_s = 0.9 * known + 0.1 * speed if known else speed
 
-    def lost(self, replica: Replica, requests: list[Request], reason: str) -> None:
+    def lost(self, replica: Replica, reason: str) -> None:
         """Runs once more what a replica had when it died, and fails what has had that already."""
-        again = [request for request in requests if not request.has_killed]
-        with self._changed:
+        with self._changed:  # as a whole, so that what is lost is at every moment in flight or waiting
+            requests = replica.take_back()
+            again = [request for request in requests if not request.has_killed and self._takes_back]
             for request in again:
                 request.has_killed = True
-            is_over = self._stop_at is not None and not self._thread.is_alive()
-            if not is_over:
-                self._retried += again
+            self._retried += again
             self._changed.notify()
-        for request in requests if is_over else (one for one in requests if one not in again):
+        for request in requests:
+            if request in again:
+                continue
+            died = replica_error(request, replica.name, reason)
             self.metrics.ended(request, "error")
-            request.fail(replica_error(request, replica.name, reason))
+            request.fail(died if self._takes_back else EngineDeadError(self._end_message()))
 
     def close(self, *, drain_s: float = 0.0, timeout_s: float = 60.0) -> None:
         """As for any engine; then the replicas end."""
@@ -263,6 +270,7 @@ class Replicas(Engine):
         super()._fail_waiting()
         error = EngineDeadError(self._end_message())
         with self._changed:
+            self._takes_back = False
             waiting = [*self._retried, *(one for replica in self._replicas for one in replica.in_flight.values())]
             self._retried.clear()
         for request in waiting:

@@ -11,7 +11,8 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
-from anypool.engine.replicas.wire import Channel, Failed, Question, Ready, Said, Sent, Setup, Work
+from anypool.engine.patience import LOOK_S, START_S, AwakeClock, patience_s
+from anypool.engine.replicas.wire import Alive, Channel, Failed, Question, Ready, Said, Sent, Setup, Work
 from anypool.errors import EngineDeadError
 
 # Seconds that a process gets to end by itself.
@@ -26,7 +27,7 @@ _START = (
 
 
 class ReplicaProcess:
-    """Starts a replica.
+    """Starts a replica. One that says nothing for `stuck_after_s`, though it can always say that it lives, is ended.
 
     Args:
         name: For the log.
@@ -50,7 +51,14 @@ class ReplicaProcess:
         self._channel = Channel(self._process.stdout, self._process.stdin)
         self._outbox: queue.SimpleQueue[Work | Setup | None] = queue.SimpleQueue()
         self._outbox.put(setup)
+        self._clock = AwakeClock()
+        self._patience_s = START_S
+        self._patience_later_s = patience_s(setup.config.stuck_after_s)
+        self._listening_since: float | None = None
+        self._has_ended = threading.Event()
+        self._cause: str | None = None
         threading.Thread(target=self._write, name=f"anypool-to-{name}", daemon=True).start()
+        threading.Thread(target=self._watch, name=f"anypool-watch-{name}", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -73,12 +81,18 @@ class ReplicaProcess:
         return message
 
     def receive(self) -> tuple[object, bytearray]:
-        """The next message that is not for the log, and the bytes after it; EOFError where none comes any more."""
+        """The next message for the front, and the bytes after it; EOFError where none comes any more."""
         while True:
-            message, content = self._channel.receive()
-            if not isinstance(message, Said):
+            self._listening_since = self._clock.seconds
+            try:
+                message, content = self._channel.receive()
+            finally:
+                self._listening_since = None
+            self._patience_s = self._patience_later_s
+            if isinstance(message, Said):
+                logging.getLogger(message.logger).log(message.level, "%s", message.message)
+            elif not isinstance(message, Alive):
                 return message, content
-            logging.getLogger(message.logger).log(message.level, "%s", message.message)
 
     def post(
         self, requests: Sequence[Sent] = (), cancelled: Sequence[int] = (), questions: Sequence[Question] = ()
@@ -105,12 +119,25 @@ class ReplicaProcess:
             self.kill()
             code = self._process.wait()
         self._process.stdout.close()
+        self._has_ended.set()
+        if self._cause is not None:
+            return self._cause
         if code >= 0:
             return f"exited with code {code}"
         try:
             return f"was killed by {signal.Signals(-code).name}"
         except ValueError:
             return f"was killed by signal {-code}"
+
+    def _watch(self) -> None:
+        """Ends the process when it says nothing to someone who listens: it is stopped, or holds a lock for ever."""
+        while not self._has_ended.wait(LOOK_S):
+            self._clock.tick()
+            since, patience_s = self._listening_since, self._patience_s
+            if since is not None and self._clock.seconds - since > patience_s:
+                self._cause = f"said nothing for {patience_s:g} s and was ended"
+                self.kill()
+                return
 
     def _write(self) -> None:
         """Sends what was posted; what has gathered meanwhile goes in one message."""

@@ -16,14 +16,14 @@ from anypool.engine.known_adapters import KnownAdapter
 from anypool.engine.replicas.process import ReplicaProcess
 from anypool.engine.replicas.wire import Answer, Question, Report, pack_request, unpack_error
 from anypool.engine.request import Request
-from anypool.errors import AnypoolError, EngineError
+from anypool.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
 # A replica that fails to start this many times in a row is given up.
 MOST_STARTS = 3
-# One that lived at least so many seconds is started again at once; others wait, each time longer, up to the second.
-_SETTLED_S, _LONGEST_PAUSE_S = 30.0, 30.0
+# One that lived at least so many seconds is started again at once; others wait, each time longer, up to the last.
+_SETTLED_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 30.0, 0.5, 30.0
 
 
 class Front(Protocol):
@@ -32,8 +32,8 @@ class Front(Protocol):
     def took(self, replica: Replica, report: Report, content: bytearray, requests: list[Request]) -> None:
         """Requests have ended, in the order of the report."""
 
-    def lost(self, replica: Replica, requests: list[Request], reason: str) -> None:
-        """It died with these requests."""
+    def lost(self, replica: Replica, reason: str) -> None:
+        """It died, with what it has in flight."""
 
 
 class Replica:
@@ -51,6 +51,7 @@ class Replica:
         tokens: Of these.
         is_ready: Whether it takes requests.
         is_given_up: Whether it is not started any more.
+        failure: Why it could not be started, the last time that it could not.
     """
 
     def __init__(
@@ -65,11 +66,12 @@ class Replica:
         self.in_flight: dict[int, Request] = {}
         self.tokens = 0
         self.is_ready, self.is_given_up = True, False
+        self.failure: Exception | None = None
         self._process, self._start_process, self._front, self._changed = process, start, front, changed
         self._numbers = itertools.count()
         self._asked: dict[int, Future[None]] = {}
         self._health: Health | None = None
-        self._heard = time.monotonic()
+        self._pause_s = 0.0
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._live, name=f"anypool-{name}", daemon=True)
 
@@ -85,15 +87,13 @@ class Replica:
         """Whether it runs a request that killed one before, which is to have no company."""
         return any(request.has_killed for request in itertools.islice(self.in_flight.values(), 1))
 
-    def is_stuck(self, after_s: float) -> bool:
-        """Whether its engine says so, or it has said nothing for so long although it has work."""
-        says_so = self._health is not None and self._health.status == "stuck"
-        return bool(self.in_flight) and (says_so or time.monotonic() - self._heard > after_s)
+    @property
+    def is_stuck(self) -> bool:
+        """Whether its engine says so."""
+        return bool(self.in_flight) and self._health is not None and self._health.status == "stuck"
 
     def send(self, requests: Sequence[Request]) -> None:
         """Gives it requests."""
-        if not self.in_flight:
-            self._heard = time.monotonic()
         sent = []
         for request in requests:
             number = next(self._numbers)
@@ -104,6 +104,12 @@ class Replica:
         process.post(sent)
         for one, request in zip(sent, requests, strict=True):
             request.future.add_done_callback(partial(_pass_on, process, one.number))
+
+    def take_back(self) -> list[Request]:
+        """Takes what it had when it died."""
+        with self._changed:
+            requests, self.in_flight, self.tokens, self._health = list(self.in_flight.values()), {}, 0, None
+        return requests
 
     def ask(self, adapter: KnownAdapter) -> Future[None]:
         """Has it read a LoRA adapter. The future has the error where that cannot be done."""
@@ -134,14 +140,15 @@ class Replica:
                 self.is_ready = False
             reason = self._process.end()
             with self._changed:
-                lost, self.in_flight, self.tokens, self._health = list(self.in_flight.values()), {}, 0, None
                 asked, self._asked = list(self._asked.values()), {}
             for future in asked:
                 future.set_exception(EngineError(f"{self.name} {reason} while it was to read an adapter: try again"))
             if not self._is_closing.is_set():
-                logger.error("%s %s with %d requests; it is started again", self.name, reason, len(lost))
-            self._front.lost(self, lost, reason)
-            if not self._restart(0.0 if time.monotonic() - began > _SETTLED_S else 0.5):
+                count = len(self.in_flight)
+                logger.error("%s %s with %d requests; it is started again", self.name, reason, count)
+            self._front.lost(self, reason)
+            self._pause_s = 0.0 if time.monotonic() - began > _SETTLED_S else self._longer_pause()
+            if not self._restart():
                 return
 
     def _listen(self) -> None:
@@ -153,7 +160,7 @@ class Replica:
                 continue
             assert isinstance(report, Report)
             with self._changed:
-                self._heard, self._health = time.monotonic(), report.health
+                self._health = report.health
                 requests = [self.in_flight.pop(one.number) for one in report.ended]
                 self.tokens -= sum(map(len, requests))
                 self._changed.notify()
@@ -172,22 +179,27 @@ class Replica:
         else:
             asked.set_exception(unpack_error(answer.error))
 
-    def _restart(self, pause_s: float) -> bool:
+    def _longer_pause(self) -> float:
+        return min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
+
+    def _restart(self) -> bool:
         """Starts it again, after a pause; False where it is closing, or given up."""
         for _ in range(MOST_STARTS):
-            if self._is_closing.wait(pause_s):
+            if self._is_closing.wait(self._pause_s):
                 return False
             try:
                 self._process = self._start_process()
                 if self._is_closing.is_set():  # too late for `close` to see this process
                     self._process.kill()
                 self._process.wait_until_ready()
-            except (AnypoolError, OSError) as error:
+            except Exception as error:  # whatever it is, this thread has to try again, or to say that it gives up
+                self._process.kill()
+                self._process.end()
                 if self._is_closing.is_set():
-                    self._process.end()
                     return False
-                logger.error("%s cannot be started again: %s", self.name, error)
-                pause_s = min(max(1.0, 2 * pause_s), _LONGEST_PAUSE_S)
+                logger.error("%s could not be started: %s", self.name, error)
+                self.failure = error
+                self._pause_s = self._longer_pause()
                 continue
             with self._changed:
                 self.is_ready = True

@@ -72,6 +72,11 @@ class Said:
     message: str
 
 
+@dataclass(frozen=True)
+class Alive:
+    """From a replica, now and then: it has not stopped, whatever it is at."""
+
+
 class Sent(NamedTuple):
     """To a replica: a request under a number of the replica's own.
 

@@ -21,8 +21,10 @@ import torch
 from anypool.adapters.heads import register_head
 from anypool.engine.engine import Engine
 from anypool.engine.metrics import Counts
+from anypool.engine.patience import LOOK_S
 from anypool.engine.replicas.adapters import ReplicaAdapters
 from anypool.engine.replicas.wire import (
+    Alive,
     Answer,
     Channel,
     Ended,
@@ -42,8 +44,6 @@ from anypool.engine.request import Request
 from anypool.errors import AnypoolError, EngineDeadError, EngineError
 from anypool.model_executor.registry import register_model
 
-# How often a replica that has work says how it is, and looks whether the front is still there, in seconds.
-_BEAT_S = 1.0
 # Exit codes: the front has gone, the engine has died.
 _ORPHANED, _DEAD = 0, 1
 
@@ -52,6 +52,7 @@ def main() -> None:
     """Loads what the front asks for and serves it until the front has gone, however that ended."""
     front = os.getppid()
     channel = _own_pipes()
+    threading.Thread(target=_say_that_it_lives, args=(channel, front), name="anypool-alive", daemon=True).start()
     try:
         setup: Setup = channel.receive()[0]
         _forward_log(channel, logging.INFO if setup.is_first else logging.ERROR)
@@ -66,7 +67,16 @@ def main() -> None:
         channel.send(Failed(unpack_error(pack_error(_as_ours(error)))))
         os._exit(_DEAD)
     logging.getLogger("anypool").setLevel(logging.INFO)
-    Worker(engine, channel, front).run()
+    Worker(engine, channel).run()
+
+
+def _say_that_it_lives(channel: Channel, front: int) -> None:
+    """Tells the front so, and ends the process when there is none any more."""
+    with contextlib.suppress(OSError):
+        while os.getppid() == front:  # a process that the front forked may hold its end of the pipe open
+            channel.send(Alive())
+            time.sleep(LOOK_S)
+    os._exit(_ORPHANED)
 
 
 def _own_pipes() -> Channel:
@@ -121,11 +131,10 @@ class Worker:
     Args:
         engine: What runs requests.
         channel: To the front.
-        front: Process id of the front.
     """
 
-    def __init__(self, engine: Engine, channel: Channel, front: int) -> None:
-        self._engine, self._channel, self._front = engine, channel, front
+    def __init__(self, engine: Engine, channel: Channel) -> None:
+        self._engine, self._channel = engine, channel
         self._requests: dict[int, Request] = {}
         self._ended: list[tuple[int, Request]] = []
         self._changed = threading.Condition()
@@ -211,11 +220,9 @@ class Worker:
         while True:
             with self._changed:
                 if not self._ended:
-                    self._changed.wait(_BEAT_S)
+                    self._changed.wait(LOOK_S)
                 gathered, self._ended = self._ended, []
                 is_idle = not gathered and not self._requests
-            if os.getppid() != self._front:  # a process that the front forked may hold its end of the pipe open
-                os._exit(_ORPHANED)
             is_dead = not self._engine.is_alive
             if is_dead:  # the front has another replica run what this one could not
                 gathered = [(number, one) for number, one in gathered if not _died_with_engine(one)]

@@ -9,9 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
-
-from fastapi import FastAPI
+from typing import TYPE_CHECKING, Any
 
 from anypool.config import EngineConfig
 from anypool.engine.replicas import start_engine
@@ -19,6 +17,9 @@ from anypool.entrypoints.ray.data import import_ray
 from anypool.entrypoints.serve.app import create_app
 from anypool.entrypoints.server_options import ServerOptions
 from anypool.errors import ConfigError, EngineDeadError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 
 class Replica:

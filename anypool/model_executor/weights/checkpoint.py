@@ -15,6 +15,9 @@ from safetensors import SafetensorError, safe_open
 from anypool.errors import CheckpointFormatError, ModelNotFoundError
 from anypool.model_executor.weights.repository import Repository
 
+# How a file of Git LFS begins that stands for one which was not fetched.
+_POINTER = b"version https://git-lfs"
+
 
 class Checkpoint(ABC):
     """Named tensors. Only what is asked for is read."""
@@ -77,7 +80,15 @@ class SafetensorsCheckpoint(Checkpoint):
             with safe_open(file, framework="pt") as tensors:
                 return use(tensors)
         except (SafetensorError, OSError) as error:
-            raise CheckpointFormatError(f"{file} cannot be read: it is damaged or cut short ({error})") from error
+            fault = "it is damaged or cut short"
+            if isinstance(error, SafetensorError) and _is_pointer(file):
+                fault = "it is a Git LFS pointer, and the weights were not fetched: run `git lfs pull` in its folder"
+            raise CheckpointFormatError(f"{file} cannot be read: {fault} ({error})") from error
+
+
+def _is_pointer(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(len(_POINTER)) == _POINTER
 
 
 class PickleCheckpoint(Checkpoint):

@@ -77,7 +77,7 @@ def register_attention() -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         raise MissingDependencyError(
-            "this architecture runs through transformers: pip install 'transformers>=5'"
+            "this architecture runs through transformers: pip install 'anypool[transformers]'"
         ) from error
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
