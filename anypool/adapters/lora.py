@@ -69,6 +69,22 @@ class LoRAModel:
         """Whether a batch may have several adapters."""
         return bool(getattr(self._model, "mixes_adapters", False))
 
+    @property
+    def room_bytes(self) -> int:
+        """What the slots take once every linear layer has had an adapter: A and B of the highest rank for each.
+
+        What adapters have beside, such as tables and heads of their own, comes on top.
+        """
+        numbers = 0
+        for place in self._places.linear:
+            module = place.module
+            pieces, inputs, outputs = 1, in_features(module), place.size
+            if isinstance(module, Linear):  # of one that is split over processes, its share
+                pieces, inputs = 1 if module.parts else module.pieces, module.in_features
+                outputs = outputs * module.out_features // module.out_size
+            numbers += pieces * inputs + outputs
+        return self.slots.slots * self.slots.rank * numbers * self.slots.dtype.itemsize
+
     def fit(self, adapter: PeftAdapter) -> FittedAdapter:
         """Finds the place of each of an adapter's tensors, and checks that it can be there beside others.
 

@@ -78,6 +78,11 @@ class Places:
         """Whether there is a linear layer in the backbone at all."""
         return any(not place.is_table for place in self._backbone.values())
 
+    @property
+    def linear(self) -> Iterator[Place]:
+        """The linear layers of the backbone that are run here."""
+        return (place for place in self._backbone.values() if not (place.is_table or place.is_elsewhere))
+
     def find(self, name: str) -> Place | None:
         """The layer that PEFT calls so; None where there is none."""
         for own in self._own_names(f"{name}.weight"):

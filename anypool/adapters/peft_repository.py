@@ -30,6 +30,15 @@ def open_adapter(repository: Repository) -> PeftAdapter:
     Raises:
         ModelLoadError: It cannot be read, or is no LoRA.
     """
+    try:
+        return _open(repository)
+    except OSError as error:
+        raise CheckpointFormatError(
+            f"{repository.name}: the adapter cannot be read: {error.strerror or error}"
+        ) from error
+
+
+def _open(repository: Repository) -> PeftAdapter:
     listed = repository.read_json("modules.json")
     if listed is None:
         return PeftAdapter.read(repository)

@@ -126,6 +126,7 @@ def plan_gpu_memory(config: EngineConfig, loaded: LoadedModel, cache: KVCache | 
         total=device_memory(loaded.device),
         utilization=config.gpu_memory_utilization,
         batched_tokens=config.max_num_batched_tokens,
+        adapters=0 if loaded.lora is None else loaded.lora.room_bytes,
         graph_tokens=MAX_TOKENS if graphs else 0,
         cache_tokens=0 if cache is None else cache.store.num_blocks * cache.store.block_size,
         dtype=loaded.dtype,

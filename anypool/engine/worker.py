@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from queue import SimpleQueue
+from urllib.parse import unquote, urlsplit
 
 from anypool.adapters.heads import register_head
 from anypool.adapters.lora import LoRAModel
@@ -26,6 +29,9 @@ from anypool.model_executor.gpu_memory import cap_memory
 from anypool.model_executor.kv_store import KVStore
 from anypool.model_executor.rank import Rank, Work
 from anypool.model_executor.registry import register_model
+
+# Seconds in which a parent that is killed is gone after its pipes are closed.
+_LAST_S = 0.2
 
 
 class Worker:
@@ -41,6 +47,7 @@ class Worker:
         self._commands: SimpleQueue[wire.Command] = SimpleQueue()
         self._store: KVStore | None = None
         self._lora: LoRAModel | None = None
+        self._meetings: Path | None = None
         threading.Thread(target=self._listen, args=(os.getppid(),), name="anypool-commands", daemon=True).start()
 
     def _listen(self, parent: int) -> None:
@@ -52,7 +59,14 @@ class Worker:
             while os.getppid() == parent:
                 if self._connection.poll(LOOK_S):
                     self._commands.put(wire.loads(self._connection.recv_bytes()))
+        time.sleep(_LAST_S)
+        if self._meetings is not None and os.getppid() != parent:  # which cannot remove it any more
+            shutil.rmtree(self._meetings, ignore_errors=True)
         os._exit(1)
+
+    def _join(self, begin: wire.Begin, command: wire.Join) -> None:
+        self._meetings = Path(unquote(urlsplit(command.address).path)).parent
+        join(begin.rank, begin.config, command.address)
 
     def _say_that_it_lives(self) -> None:
         while True:
@@ -61,11 +75,8 @@ class Worker:
 
     def _report(self, report: wire.Report) -> None:
         data = wire.dumps(report)
-        try:
-            with self._sending:
-                self._connection.send_bytes(data)
-        except OSError:  # nobody is there to read it
-            os._exit(1)
+        with self._sending, suppress(OSError):  # nobody is there to read it: `_listen` ends the process
+            self._connection.send_bytes(data)
 
     def serve(self) -> None:
         """Loads, then does what is asked until it is told to stop."""
@@ -92,7 +103,7 @@ class Worker:
         threading.Thread(target=self._say_that_it_lives, name="anypool-alive", daemon=True).start()
         command = self._commands.get()
         assert isinstance(command, wire.Join)
-        join(begin.rank, begin.config, command.address)
+        self._join(begin, command)
         _, loaded = load(begin.config)
         if loaded.device.type == "cuda":
             cap_memory(loaded.device, begin.config.gpu_memory_utilization)
@@ -110,7 +121,7 @@ class Worker:
             self._store = KVStore(command.num_blocks, command.block_size, rank.runner.device)
         elif isinstance(command, wire.Join):
             rank.leave()
-            join(begin.rank, begin.config, command.address)
+            self._join(begin, command)
         elif isinstance(command, wire.PutAdapter):
             assert self._lora is not None
             self._lora.put(command.slot, self._lora.fit(command.adapter))

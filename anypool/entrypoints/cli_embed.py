@@ -13,7 +13,7 @@ from anypool.engine.prompt_options import PromptOptions
 from anypool.entrypoints.bulk.blocks import Done, Position
 from anypool.entrypoints.bulk.identity import engine_identity
 from anypool.entrypoints.bulk.job import Job, Output, check_first
-from anypool.entrypoints.bulk.sources import Files, Source, Texts, find_files
+from anypool.entrypoints.bulk.sources import Files, Source, Texts, find_files, refuse_output_in_input
 from anypool.entrypoints.bulk.storing import Storing
 from anypool.entrypoints.bulk.stream import Stream, Work, gather
 from anypool.entrypoints.cli_files import (
@@ -116,6 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Embeds. What is wrong with flags, or with the first rows, is found before the model is loaded."""
     work, storing = _work(arguments), Storing(arguments.precision, arguments.calibration)
     output, source = _output(arguments), _source(arguments)
+    if output is not None and arguments.input is not None:
+        refuse_output_in_input(arguments.input, output.path)
     engine_args = engine_arguments(arguments)
     if arguments.ray:
         return _run_ray(arguments, work, output)

@@ -168,7 +168,8 @@ def json_lines(columns: Columns) -> Iterator[bytes]:
     for row in zip(*values, strict=True):
         plain = (value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value for value in row)
         line = dict(zip(columns, plain, strict=True))
-        yield json.dumps(line, separators=(",", ":"), ensure_ascii=False, default=_json_value).encode() + b"\n"
+        text = json.dumps(line, separators=(",", ":"), ensure_ascii=False, default=_json_value)
+        yield text.encode(errors="backslashreplace") + b"\n"  # half of a pair: JSON writes it as Python does, \\ud83d
 
 
 def _json_value(value: Any) -> Any:
@@ -189,15 +190,27 @@ def _write_parquet(file: IO[bytes], columns: Columns) -> None:
     from pyarrow import parquet  # optional
 
     table = table_of(columns)
-    parquet.write_table(table, file, use_dictionary=repeating(table))
+    with _refusal_told(".parquet"):
+        parquet.write_table(table, file, use_dictionary=repeating(table))
 
 
 def _write_arrow(file: IO[bytes], columns: Columns) -> None:
     import pyarrow  # optional
 
     table = table_of(columns)
-    with pyarrow.ipc.new_file(file, table.schema) as writer:
+    with _refusal_told(".arrow"), pyarrow.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
+
+
+@contextmanager
+def _refusal_told(ending: str) -> Iterator[None]:
+    """A table with types that a format does not have is the user's error."""
+    import pyarrow  # optional
+
+    try:
+        yield
+    except pyarrow.ArrowException as error:
+        raise InvalidPromptError(f"a {ending} cannot have such rows: {error}; .jsonl takes any") from error
 
 
 def repeating(table: Any) -> list[str]:
@@ -208,19 +221,26 @@ def repeating(table: Any) -> list[str]:
 
 
 def table_of(columns: Columns) -> Any:
-    """A pyarrow table; rows of a matrix are lists of a fixed size."""
+    """A pyarrow table; rows of a matrix are lists of a fixed size.
+
+    Values of a dictionary stand for themselves: an Arrow file has one for all its rows, and parts have each their own.
+    """
     import pyarrow  # optional
 
     def array(name: str, column: Any) -> Any:
         if isinstance(column, np.ndarray) and column.ndim == 2:
             return pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(column.reshape(-1)), column.shape[1])
         if isinstance(column, (pyarrow.Array, pyarrow.ChunkedArray)):
-            return column
+            return column.cast(column.type.value_type) if pyarrow.types.is_dictionary(column.type) else column
         try:
             return pyarrow.array(column)
         except pyarrow.ArrowException as error:
             raise InvalidPromptError(
                 f"column {name!r} has values of several types, and a table's have one: {error}; .jsonl takes any"
+            ) from error
+        except (OverflowError, UnicodeEncodeError) as error:  # more than 64 bits; half of a surrogate pair
+            raise InvalidPromptError(
+                f"column {name!r} has a value that a table cannot have: {error}; .jsonl takes any"
             ) from error
 
     return pyarrow.table({name: array(name, column) for name, column in columns.items()})

@@ -25,6 +25,7 @@ class MemoryPlan:
         total: What it has.
         limit: What this process may take.
         weights: Parameters and buffers, heads included.
+        adapters: Room for LoRA adapters, which is taken layer by layer when one first has something for it.
         activations: At the largest moment of a batch of `max_num_batched_tokens`.
         graphs: What captured graphs share.
         cache: The key-value store, which is allocated when a prompt first needs it.
@@ -34,12 +35,13 @@ class MemoryPlan:
     limit: int
     weights: int
     activations: int
+    adapters: int = 0
     graphs: int = 0
     cache: int = 0
 
     @property
     def needed(self) -> int:
-        return self.weights + self.activations + self.graphs + self.cache
+        return self.weights + self.adapters + self.activations + self.graphs + self.cache
 
     @property
     def fits(self) -> bool:
@@ -48,6 +50,7 @@ class MemoryPlan:
     def __str__(self) -> str:
         parts = {
             "weights": self.weights,
+            "LoRA adapters": self.adapters,
             "activations": self.activations,
             "CUDA graphs": self.graphs,
             "key-value cache": self.cache,
@@ -63,6 +66,7 @@ def plan_memory(
     total: int,
     utilization: float,
     batched_tokens: int,
+    adapters: int = 0,
     graph_tokens: int = 0,
     cache_tokens: int = 0,
     dtype: torch.dtype,
@@ -75,6 +79,7 @@ def plan_memory(
         total: Bytes that the device has.
         utilization: Share of them that may be taken.
         batched_tokens: Most tokens of a batch.
+        adapters: Bytes of the room for LoRA adapters.
         graph_tokens: Most tokens of a captured graph; 0 where there are none.
         cache_tokens: Slots of the key-value store; 0 where there is none.
         dtype: Of the activations.
@@ -86,6 +91,7 @@ def plan_memory(
         total=total,
         limit=int(total * utilization),
         weights=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+        adapters=adapters,
         activations=batched_tokens * per_token(config, dtype),
         graphs=graph_tokens * per_token(config, dtype),
         cache=cache_tokens * slot * dtype.itemsize,

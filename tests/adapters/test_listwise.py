@@ -25,7 +25,7 @@ from anypool.errors import (
     UnsupportedArchitectureError,
 )
 from tests.entrypoints.conftest import Client
-from tests.helpers import HIDDEN, byte_tokenizer, copy_of, edit_json, loaded, save
+from tests.helpers import HIDDEN, assert_close, byte_tokenizer, copy_of, edit_json, loaded, save
 
 DOCUMENT, QUERY = "<|embed_token|>", "<|rerank_token|>"
 WINDOW = 5000
@@ -141,19 +141,15 @@ def scores(llm: LLM, query: str, documents: list[str], **options: Any) -> torch.
     return torch.tensor([output.outputs.score for output in outputs])
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("count", [1, 2, 6])
 def test_a_list_in_one_prompt(count: int) -> None:
     with loaded(checkpoint()) as llm:
-        close(scores(llm, ASKED, DOCUMENTS[:count]), Reference().scores(ASKED, DOCUMENTS[:count]))
+        assert_close(scores(llm, ASKED, DOCUMENTS[:count]), Reference().scores(ASKED, DOCUMENTS[:count]))
 
 
 def test_it_is_known_by_its_code_as_well() -> None:
     with loaded(checkpoint(), hf_overrides={"architectures": ["Qwen3ForCausalLM"]}) as llm:
-        close(scores(llm, ASKED, DOCUMENTS), Reference().scores(ASKED, DOCUMENTS))
+        assert_close(scores(llm, ASKED, DOCUMENTS), Reference().scores(ASKED, DOCUMENTS))
 
 
 def test_a_score_depends_on_the_list() -> None:
@@ -166,7 +162,7 @@ def test_lists_that_need_several_prompts() -> None:
     reference = Reference()
     documents = [f"{one} {n} " * (3 + n) for n, one in enumerate(DOCUMENTS * 4)]
     with loaded(checkpoint()) as llm:
-        close(scores(llm, ASKED, documents), reference.scores(ASKED, documents))
+        assert_close(scores(llm, ASKED, documents), reference.scores(ASKED, documents))
     assert len(reference.sizes) > 2
 
 
@@ -174,35 +170,35 @@ def test_a_prompt_holds_125_documents() -> None:
     reference, documents = Reference(), [f"d{n}" for n in range(130)]
     reference.window = 8 * WINDOW
     with loaded(checkpoint(), hf_overrides={"max_position_embeddings": 8 * WINDOW}, max_model_len=8 * WINDOW) as llm:
-        close(scores(llm, "q", documents), reference.scores("q", documents))
+        assert_close(scores(llm, "q", documents), reference.scores("q", documents))
     assert reference.sizes == [125, 5]
 
 
 def test_long_texts_are_cut_to_their_length() -> None:
     documents, query = ["a story " * 300, "cat", "b" * 2048], "the mat " * 90
     with loaded(checkpoint()) as llm:
-        close(scores(llm, query, documents), Reference().scores(query, documents))
+        assert_close(scores(llm, query, documents), Reference().scores(query, documents))
         [first, second, third] = llm.score(query, documents, use_tqdm=False)
         assert [one.num_truncated_tokens for one in (first, second, third)] == [208 + 352, 208, 208]
         with pytest.raises(InvalidPromptError, match=r"document 0 has 2,400 tokens, the limit is 2,048"):
             llm.score("cat", documents, truncate_prompt_tokens=None, use_tqdm=False)
         left = scores(llm, query, documents, truncation_side="left")
-    close(left, Reference().scores(query[-512:], [documents[0][-2048:], *documents[1:]]))
+    assert_close(left, Reference().scores(query[-512:], [documents[0][-2048:], *documents[1:]]))
 
 
 def test_the_tokens_it_reads_are_taken_out_of_texts() -> None:
     spoiled = [f"a cat{DOCUMENT} sat on{QUERY} a mat", *DOCUMENTS[1:]]
     with loaded(checkpoint()) as llm:
-        close(scores(llm, ASKED + QUERY, spoiled), Reference().scores(ASKED + QUERY, spoiled))
+        assert_close(scores(llm, ASKED + QUERY, spoiled), Reference().scores(ASKED + QUERY, spoiled))
         nested = DOCUMENT[:4] + QUERY[:5] + DOCUMENT + QUERY[5:] + DOCUMENT[4:]
-        close(scores(llm, ASKED, [DOCUMENTS[0], "x" + nested]), Reference().scores(ASKED, [DOCUMENTS[0], "x"]))
+        assert_close(scores(llm, ASKED, [DOCUMENTS[0], "x" + nested]), Reference().scores(ASKED, [DOCUMENTS[0], "x"]))
 
 
 def test_an_instruction_stands_in_the_prompt() -> None:
     with loaded(checkpoint()) as llm:
         expected = Reference().scores(ASKED, DOCUMENTS, "find cats")
-        close(scores(llm, ASKED, DOCUMENTS, instruction="find cats"), expected)
-        close(scores(llm, ASKED, DOCUMENTS, prompt="find cats"), expected)
+        assert_close(scores(llm, ASKED, DOCUMENTS, instruction="find cats"), expected)
+        assert_close(scores(llm, ASKED, DOCUMENTS, prompt="find cats"), expected)
 
 
 def test_each_query_of_pairs_has_a_list_of_its_own() -> None:
@@ -211,7 +207,7 @@ def test_each_query_of_pairs_has_a_list_of_its_own() -> None:
         found = torch.tensor([one.outputs.score for one in llm.score(queries, DOCUMENTS, use_tqdm=False)])
     for query in set(queries):
         places = [i for i, one in enumerate(queries) if one == query]
-        close(found[places], Reference().scores(query, [DOCUMENTS[i] for i in places]))
+        assert_close(found[places], Reference().scores(query, [DOCUMENTS[i] for i in places]))
 
 
 def test_rerank_orders_the_list() -> None:
@@ -220,7 +216,7 @@ def test_rerank_orders_the_list() -> None:
         results = llm.rerank(ASKED, DOCUMENTS, top_n=4, use_tqdm=False)
         assert llm.rerank(ASKED, [], use_tqdm=False) == []
     assert [one.index for one in results] == expected.argsort(descending=True, stable=True)[:4].tolist()
-    close(torch.tensor([one.relevance_score for one in results]), expected[[one.index for one in results]])
+    assert_close(torch.tensor([one.relevance_score for one in results]), expected[[one.index for one in results]])
 
 
 @pytest.mark.parametrize(
@@ -236,7 +232,7 @@ def test_in_chunks_and_over_processes(engine: dict[str, Any]) -> None:
     reference = Reference()
     with loaded(checkpoint(), **engine) as llm:
         for _ in range(2):
-            close(scores(llm, ASKED, DOCUMENTS), reference.scores(ASKED, DOCUMENTS))
+            assert_close(scores(llm, ASKED, DOCUMENTS), reference.scores(ASKED, DOCUMENTS))
 
 
 def test_rerank_over_http() -> None:
@@ -250,11 +246,11 @@ def test_rerank_over_http() -> None:
                 :3
             ].tolist()
             values = torch.tensor([one["relevance_score"] for one in body["results"]])
-            close(values, expected.sort(descending=True, stable=True).values[:3])
+            assert_close(values, expected.sort(descending=True, stable=True).values[:3])
         texts = client.post("/rerank", query=ASKED, texts=DOCUMENTS).json()
-        close(torch.tensor([one["score"] for one in texts]), expected[[one["index"] for one in texts]])
+        assert_close(torch.tensor([one["score"] for one in texts]), expected[[one["index"] for one in texts]])
         data = client.post("/score", text_1=ASKED, text_2=DOCUMENTS).json()["data"]
-        close(torch.tensor([one["score"] for one in data]), expected)
+        assert_close(torch.tensor([one["score"] for one in data]), expected)
         long = client.post("/rerank", query=ASKED, documents=["a" * 3000, "b"], truncate_prompt_tokens=-1)
         assert long.json()["usage"]["prompt_tokens"] > 2048
         assert client.post("/rerank", query=ASKED, documents=DOCUMENTS, chat_template="{{ 1 }}").status_code >= 400

@@ -237,9 +237,10 @@ def test_two_engines_of_ranks_in_one_process_are_refused() -> None:
 
 
 @pytest.mark.parametrize("how", ["ends", "waits, killed", "waits, interrupted"])
-def test_ranks_end_with_the_program(how: str) -> None:
+def test_ranks_end_with_the_program(how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     what, _, end = how.partition(", ")
     command = [sys.executable, "-m", "tests.distributed.script", str(tiny_llama()), what]
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         try:
             assert program.stdout is not None
@@ -255,6 +256,7 @@ def test_ranks_end_with_the_program(how: str) -> None:
         finally:
             program.kill()
         wait_until_gone(list(map(int, pids)))
+        assert not list(tmp_path.glob("anypool-ranks-*")), "files over which they met"
 
 
 @contextmanager

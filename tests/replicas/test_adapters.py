@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from anypool import LLM, LoRARequest
 from anypool.engine.known_adapters import KnownAdapter
 from anypool.engine.replicas import Replicas
 from anypool.engine.replicas.adapters import ReplicaAdapters
+from anypool.entrypoints.serve.app import create_app
+from anypool.entrypoints.server_options import ServerOptions
 from anypool.errors import (
     ConfigError,
     EngineError,
@@ -26,7 +29,9 @@ from anypool.errors import (
     ModelNotFoundError,
     WeightsError,
 )
+from anypool.pooling.tasks import PoolingTask
 from tests.adapters.lora_checkpoints import TEXTS, adapter, base, request, states
+from tests.entrypoints.conftest import Client
 from tests.helpers import loaded
 from tests.replicas.test_replicas import wait_for
 
@@ -114,6 +119,32 @@ def test_an_adapter_whose_files_change_is_read_again(llm: LLM) -> None:
         vectors()
 
 
+def test_a_server_of_replicas_loads_and_unloads_adapters(
+    llm: LLM, made: dict[LoRARequest | None, Any], tmp_path: Path
+) -> None:
+    *_, third = made
+    assert third is not None
+    shutil.copytree(third.lora_path, tmp_path / "mine")
+    shutil.copytree(adapter(base("bert"), target_modules=["query"])[0], tmp_path / "bert")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "adapter_config.json").symlink_to("/proc/self/mem")  # whose first page is not there
+    client = Client(create_app(llm.engine, ServerOptions(lora_dir=(str(tmp_path),))))
+    for name, path, status, said in (
+        ("mine", "mine", 200, '"id":"mine"'),
+        ("other", "bert", 400, "has no place in the model"),
+        ("other", "broken", 400, "the adapter cannot be read: Input/output error"),
+    ):
+        response = client.post("/v1/load_lora_adapter", lora_name=name, lora_path=path)
+        assert response.status_code == status, response.text
+        assert said in response.text
+    ids = llm.engine.prepare(["the cat sat"], PoolingTask.EMBED)[0].token_ids
+    for row in client.embed(input=["the cat sat"] * 8, model="mine").json()["data"]:
+        expected = F.normalize(states(made[third], ids)[-1], dim=-1)
+        torch.testing.assert_close(torch.tensor(row["embedding"]), expected, atol=1e-5, rtol=0)
+    assert client.post("/v1/unload_lora_adapter", lora_name="mine").status_code == 200
+    assert [client.embed(input="a", model=name).status_code for name in ("mine", "other")] == [404, 404]
+
+
 def test_a_replica_that_is_started_again_has_the_same_adapters(llm: LLM, made: dict[LoRARequest | None, Any]) -> None:
     engine = replicas_of(llm)
     os.kill(engine._replicas[0].pid, signal.SIGKILL)
@@ -151,3 +182,21 @@ def test_a_replica_refuses_files_that_are_not_those_that_the_front_has_seen() ->
             adapters.read(KnownAdapter(request(folder), 5, ()))
         assert llm.engine.lora is not None
         assert llm.engine.lora.requests == ()
+
+
+def test_a_replica_forgets_the_adapter_that_was_not_used_for_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anypool.engine.replicas.adapters._MOST", 2)
+    folders = [adapter(base("llama"), cls=AutoModelForCausalLM, seed=n, target_modules=["q_proj"])[0] for n in range(3)]
+    with loaded(base("llama"), enable_lora=True) as llm:
+        manager = llm.engine.lora
+        assert manager is not None
+        first, second, third = [manager.add(request(folder, n)) for n, folder in enumerate(folders, start=1)]
+        for known in (first, second, third):
+            manager.remove(known.request.lora_int_id)
+        adapters = ReplicaAdapters(manager)
+        own = adapters.read(first)
+        adapters.read(second)
+        assert adapters.read(first) is own
+        adapters.read(third)
+        assert adapters.read(first) is own
+        assert [one.lora_name for one in manager.requests] == ["adapter-1", "adapter-3"]

@@ -309,6 +309,9 @@ def test_a_slow_replica_is_reported_and_a_stopped_one_is_started_again(monkeypat
         slow = [submit(engine, ids(NAPS))[0] for _ in range(2)]
         wait_for(lambda: engine.health().status == "stuck")
         assert "0 of 2 replicas work: 2 hang" in engine.health().message
+        slow += submit(engine, ids())
+        time.sleep(0.2)
+        assert engine.health().waiting_requests == 1, "those that hang get nothing more"
         for request in slow:
             assert request.future.result(WAIT_S).isfinite().all()
         assert [replica.pid for replica in engine._replicas] == pids, "longer than its patience, and left alone"

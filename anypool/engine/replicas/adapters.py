@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from anypool.engine.request import Request
 from anypool.errors import InvalidRequestError
 from anypool.model_executor.weights.repository import Repository
 
-# Adapters that a replica remembers having read. One that is forgotten is read again.
+# Adapters that a replica remembers having read, those used last. One that is forgotten is read again.
 _MOST = 1024
 
 
@@ -50,7 +51,8 @@ class ReplicaAdapters:
 
     def __init__(self, adapters: KnownAdapters | None) -> None:
         self._adapters = adapters
-        self._read: OrderedDict[int, KnownAdapter] = OrderedDict()
+        self._lock = threading.Lock()
+        self._read: OrderedDict[int, KnownAdapter] = OrderedDict()  # by the front's numbers, the last used one last
 
     def are_read_for(self, request: Request) -> bool:
         """Whether `assign` has nothing to read."""
@@ -71,7 +73,7 @@ class ReplicaAdapters:
     def read(self, known: KnownAdapter) -> KnownAdapter:
         """Reads an adapter on its first use; errors as for `assign`."""
         assert self._adapters is not None, "the front was started with enable_lora as well"
-        own = self._adapters.task(known.request.lora_name) if known.is_task else self._read.get(known.number)
+        own = self._adapters.task(known.request.lora_name) if known.is_task else self._find(known.number)
         if own is not None:
             return own
         asked = known.request
@@ -83,8 +85,15 @@ class ReplicaAdapters:
                 "waited for it: send it again",
                 param="lora_request",
             )
-        self._read[known.number] = own
-        if len(self._read) > _MOST:
-            number, _ = self._read.popitem(last=False)
-            self._adapters.remove(number)
+        with self._lock:
+            self._read[known.number] = own
+            if len(self._read) > _MOST:
+                number, _ = self._read.popitem(last=False)
+                self._adapters.remove(number)
         return own
+
+    def _find(self, number: int) -> KnownAdapter | None:
+        with self._lock:
+            if number in self._read:
+                self._read.move_to_end(number)
+            return self._read.get(number)

@@ -174,8 +174,9 @@ class Replicas(Engine):
                 self._changed.wait(None if self._stop_at is None else max(0.1, self._stop_at - now))
 
     def _pick(self) -> tuple[Replica, Sequence[Request]] | None:
-        """The next batch and its replica; None where nothing waits, or nobody has room."""
-        ready = sorted((replica for replica in self._replicas if replica.is_ready), key=lambda one: one.tokens)
+        """The next batch and its replica; None where nothing waits, or nobody has room. One that hangs has none."""
+        takers = (replica for replica in self._replicas if replica.is_ready and not replica.is_stuck)
+        ready = sorted(takers, key=lambda one: one.tokens)
         if self._retried and ready:  # each by itself: the replica with least to do gets nothing else before
             target = ready.pop(0)
             if not target.in_flight:

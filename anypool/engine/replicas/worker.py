@@ -64,7 +64,7 @@ def main() -> None:
     except (EOFError, OSError):
         os._exit(_ORPHANED)
     except Exception as error:  # whatever it is, the front raises it
-        channel.send(Failed(unpack_error(pack_error(_as_ours(error)))))
+        channel.send(Failed(unpack_error(pack_error(_as_ours(error, "be loaded")))))
         os._exit(_DEAD)
     logging.getLogger("anypool").setLevel(logging.INFO)
     Worker(engine, channel).run()
@@ -99,10 +99,10 @@ def _load(setup: Setup) -> Engine:
     return Engine(setup.config)
 
 
-def _as_ours(error: Exception) -> AnypoolError:
+def _as_ours(error: Exception, what: str) -> AnypoolError:
     if isinstance(error, AnypoolError):
         return error
-    failure = EngineError(f"a replica cannot be loaded: {type(error).__name__}: {error}")
+    failure = EngineError(f"a replica cannot {what}: {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure
 
@@ -180,7 +180,7 @@ class Worker:
             try:
                 self._adapters.assign(request)
             except Exception as error:  # as in `main`
-                request.fail(_as_ours(error))
+                request.fail(_as_ours(error, "read an adapter"))
             else:
                 ready.append(request)
         timeout_s = None if deadline is None else deadline - time.monotonic()  # a clock of the whole machine
@@ -195,7 +195,7 @@ class Worker:
         try:
             self._adapters.read(question.adapter)
         except Exception as raised:  # as in `main`
-            error = pack_error(_as_ours(raised))
+            error = pack_error(_as_ours(raised, "read an adapter"))
         with contextlib.suppress(OSError):  # the front has gone
             self._channel.send(Answer(question.number, error))
 

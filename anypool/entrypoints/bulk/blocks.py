@@ -128,12 +128,13 @@ def _nbytes(column: Column) -> int:
 
 
 def joined(columns: Sequence[Column]) -> Column:
-    """The columns of several blocks as one."""
+    """The columns of several blocks as one; values where files have them in different types."""
     first = columns[0]
     if isinstance(first, np.ndarray):
         return np.concatenate(columns)
-    if isinstance(first, list):
-        return [value for column in columns for value in column]
+    if any(isinstance(column, list) for column in columns) or any(column.type != first.type for column in columns):
+        lists = (column if isinstance(column, list) else column.to_pylist() for column in columns)
+        return [value for one in lists for value in one]
     import pyarrow  # theirs are of pyarrow then
 
     return pyarrow.chunked_array(columns)

@@ -28,7 +28,7 @@ from anypool.errors import InvalidParameterError
 from anypool.pooling.tasks import PoolingTask
 
 # Names with an underscore are left out by what reads a folder of Parquet files as one table.
-_PROGRESS, _MANIFEST, _ERRORS = "_progress.jsonl", "_manifest.json", "_errors.jsonl"
+PROGRESS, _MANIFEST, _ERRORS = "_progress.jsonl", "_manifest.json", "_errors.jsonl"
 _RANGES, _LOCK, _MERGED = "_ranges.npy", "_lock", "_merged"
 _UNFINISHED = re.compile(r"\..*\.tmp")
 _LEFT_OVER = re.compile(r"_progress\.jsonl|_errors-\d+\.jsonl|\..*\.tmp")
@@ -113,9 +113,9 @@ class Job:
                 check_same_job(folder, finished["job"], self.description)
                 _unlink(folder, _LEFT_OVER)
                 return Report.of_manifest(finished, self.output.path)
-            if not (folder / _PROGRESS).exists():
+            if not (folder / PROGRESS).exists():
                 check_first(self.source, self.work, self.storing)
-            progress = Progress(folder / _PROGRESS, self.description)
+            progress = Progress(folder / PROGRESS, self.description)
             try:
                 return self._run(load, folder, progress, show_bar)
             except BaseException:
@@ -146,7 +146,7 @@ class Job:
                 for part in parts:
                     self._write(folder, part, progress)
             if not any(part.file for part in progress.parts):
-                self._write(folder, _nothing(is_dense, size, progress.position), progress)
+                self._write(folder, self._nothing(is_dense, size, progress.position), progress, even_empty=True)
         report = Report.of_parts(
             progress.parts,
             output=self.output.path,
@@ -166,19 +166,31 @@ class Job:
             raise InvalidParameterError(
                 f"{folder} holds {foreign[0]!r}, which is no work of anypool embed: give an empty or new folder"
             )
-        if self.output.overwrite or not names & {_PROGRESS, _MANIFEST}:
+        if self.output.overwrite or not names & {PROGRESS, _MANIFEST}:
             _unlink(folder)
         elif not self.is_resumable:
-            Progress(folder / _PROGRESS, self.description)
+            Progress(folder / PROGRESS, self.description)
             _unlink(folder)
         else:
             _unlink(folder, _UNFINISHED)
 
-    def _write(self, folder: Path, part: Done, progress: Progress) -> None:
+    def _nothing(self, is_dense: bool, size: int, position: Position) -> Done:
+        """A part without rows, for the names and types of its columns."""
+        kept = list(getattr(self.source, "keep", ()))
+        block = self.source.first() if kept else None
+        columns: dict[str, Any] = {name: [] if block is None else block.kept[name][:0] for name in kept}
+        if is_dense:
+            columns["embedding"] = np.empty((0, size), np.float32)
+        else:
+            columns |= {"indices": [], "values": []}
+        return Done(position=position, columns={"index": np.empty(0, np.int64), **columns}, failures=[], tokens=0)
+
+    def _write(self, folder: Path, part: Done, progress: Progress, *, even_empty: bool = False) -> None:
         """Writes a part and what belongs to it, then its line in the log."""
         number = len(progress.parts)
         columns = dict(part.columns)
-        if "embedding" in columns:
+        has_file = bool(len(part)) or even_empty
+        if has_file and "embedding" in columns:
             columns["embedding"] = self.storing.store(columns["embedding"])
             if self.storing.ranges_2E is not None and not (folder / _RANGES).exists():
                 with atomic_file(folder / _RANGES) as file:
@@ -186,7 +198,7 @@ class Job:
         if part.failures:
             with atomic_file(folder / f"_errors-{number:05d}.jsonl") as file:
                 file.writelines(json_lines(_failure_columns(part)))
-        name = f"part-{number:05d}{self.output.ending}" if len(part) or not progress.parts else None
+        name = f"part-{number:05d}{self.output.ending}" if has_file else None
         if name is not None:
             before = next((folder / one.file for one in progress.parts if one.file), None)
             with atomic_file(folder / name) as file:
@@ -209,7 +221,7 @@ class Job:
                 MERGERS[self.output.ending](file, [folder / str(part.file) for part in listed])
             (folder / _MERGED).replace(path)
             sync_folder(path.parent)
-            (folder / _PROGRESS).unlink()  # first: without it the rest counts for nothing
+            (folder / PROGRESS).unlink()  # first: without it the rest counts for nothing
             _unlink(folder)
             return
         with atomic_file(folder / _MANIFEST) as file:
@@ -243,14 +255,6 @@ def _failure_columns(part: Done) -> dict[str, list[Any]]:
     }
 
 
-def _nothing(is_dense: bool, size: int, position: Position) -> Done:
-    """A part without rows, for the types of its columns."""
-    results: dict[str, Any] = (
-        {"embedding": np.empty((0, size), np.float32)} if is_dense else {"indices": [], "values": []}
-    )
-    return Done(position=position, columns={"index": np.empty(0, np.int64), **results}, failures=[], tokens=0)
-
-
 def _unlink(folder: Path, names: re.Pattern[str] = _OURS) -> None:
     for path in folder.iterdir():
         if names.fullmatch(path.name) and path.name != _LOCK:
@@ -270,7 +274,7 @@ def _locked(folder: Path, *, keep: bool) -> Iterator[None]:
     try:
         yield
     finally:
+        (folder / _LOCK).unlink(missing_ok=True)  # before it is let go: nobody's but ours
         lock.release()
-        (folder / _LOCK).unlink(missing_ok=True)
         if not any(folder.iterdir()) and not (keep and was_there):
             folder.rmdir()

@@ -14,14 +14,13 @@ from anypool.errors import InvalidPromptError
 
 
 def _merge_npy(file: IO[bytes], parts: Sequence[Path]) -> None:
-    shapes = [(part, np.load(part, mmap_mode="r")) for part in parts]
-    first = shapes[0][1]
+    rows = sum(len(np.load(part, mmap_mode="r")) for part in parts)  # one after the other: each is an open file
+    first = np.load(parts[0], mmap_mode="r")
     header = {
         "descr": np.lib.format.dtype_to_descr(first.dtype),
         "fortran_order": False,
-        "shape": (sum(len(array) for _, array in shapes), *first.shape[1:]),
+        "shape": (rows, *first.shape[1:]),
     }
-    del shapes
     np.lib.format.write_array_header_1_0(file, header)
     for part in parts:
         file.write(np.ascontiguousarray(np.load(part)).data)

@@ -72,6 +72,13 @@ class Progress:
         self.parts.append(part)
 
 
+def rows_read(path: Path) -> int:
+    """How many rows of its input the job of a log has got through; none where there is no log."""
+    lines = path.read_bytes().splitlines(keepends=True)[1:] if path.exists() else []
+    complete = [line for line in lines if line.endswith(b"\n")]
+    return Position(*json.loads(complete[-1])["position"]).rows if complete else 0
+
+
 def check_same_job(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuses to go on with another job."""
     now = json.loads(json.dumps(now))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -125,7 +126,7 @@ def _read_parquet(path: Path, field: str, keep: Sequence[str], start: int) -> It
     import pyarrow  # optional
     from pyarrow import parquet
 
-    with _damage_named(path, pyarrow.ArrowException), parquet.ParquetFile(path) as file:
+    with damage_named(path, pyarrow.ArrowException), parquet.ParquetFile(path, page_checksum_verification=True) as file:
         _check_columns(path, file.schema_arrow.names, field, keep)
         before, group = 0, 0
         while group < file.num_row_groups and before + file.metadata.row_group(group).num_rows <= start:
@@ -154,7 +155,7 @@ def _read_arrow(path: Path, field: str, keep: Sequence[str], start: int) -> Iter
         for index in range(reader.num_record_batches):
             yield reader.get_batch(index)
 
-    with _damage_named(path, pyarrow.ArrowException), pyarrow.OSFile(str(path)) as source:
+    with damage_named(path, pyarrow.ArrowException), pyarrow.OSFile(str(path)) as source:
         yield from _table_blocks(path, batches(source), field, keep, start, 0)
 
 
@@ -187,10 +188,16 @@ def _check_columns(path: Path, names: Sequence[str], field: str, keep: Sequence[
         if name not in names:
             flag = "--input-field" if name == field else "--keep"
             raise InvalidParameterError(f"{path} has no column {name!r} ({flag}); it has {', '.join(names) or 'none'}")
+        if list(names).count(name) > 1:
+            raise InvalidParameterError(
+                f"{path} has {list(names).count(name)} columns {name!r}, and which is meant cannot be said: rename one"
+            )
 
 
-def _opened(path: Path) -> IO[bytes]:
-    return cast("IO[bytes]", gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    with damage_named(path), cast("IO[bytes]", gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as file:
+        yield file
 
 
 def _numbered(file: Iterable[bytes], start: int) -> Iterator[tuple[int, bytes]]:
@@ -212,10 +219,12 @@ def _decoded(line: bytes, number: int, path: Path) -> str | InvalidPromptError:
 
 
 @contextmanager
-def _damage_named(path: Path, kind: type[Exception]) -> Iterator[None]:
+def damage_named(path: Path, *kinds: type[Exception]) -> Iterator[None]:
+    """Names the file that is cut off or damaged, which its reader does not: the system, gzip and those of `kinds`."""
+    told: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, *kinds)
     try:
         yield
-    except kind as error:
+    except told as error:
         raise InvalidPromptError(f"{path} cannot be read: {error}") from error
 
 

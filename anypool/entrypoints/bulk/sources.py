@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from anypool.entrypoints.bulk.blocks import Block, Position, Row, in_blocks
-from anypool.entrypoints.bulk.readers import READERS, ending_of, reader_of, unit_of
+from anypool.entrypoints.bulk.readers import READERS, damage_named, ending_of, reader_of, unit_of
 from anypool.errors import InvalidParameterError
 
 Blocks = Generator[tuple[Block, Position], None, None]
@@ -70,9 +70,14 @@ class Files:
     def total(self) -> int | None:
         if any(ending_of(path) != ".parquet" for path in self.paths):
             return None
-        from pyarrow import parquet  # optional
+        import pyarrow  # optional
+        from pyarrow import parquet
 
-        return sum(int(parquet.read_metadata(path).num_rows) for path in self.paths)
+        rows = 0
+        for path in self.paths:
+            with damage_named(path, pyarrow.ArrowException):
+                rows += int(parquet.read_metadata(path).num_rows)
+        return rows
 
     def where(self, file: int, place: int) -> str:
         path = self.paths[file]
@@ -129,6 +134,25 @@ def find_files(given: Sequence[str]) -> list[Path]:
         twice = next(path for path in found if found.count(path) > 1)
         raise InvalidParameterError(f"{twice} is in the input twice")
     return found
+
+
+def refuse_output_in_input(given: Sequence[str], output: Path) -> None:
+    """Refuses an output that would take the place of an input, or be one when the same command is given again.
+
+    Raises:
+        InvalidParameterError: It is one of the inputs, or lies in a folder of them under a name that is read.
+    """
+    output = output.resolve()
+    for name in given:
+        path = Path(name).resolve()
+        if path == output and path.is_file():
+            raise InvalidParameterError(f"{output} is the input too, which would be lost: give another output")
+        inside = output.relative_to(path).parts if path.is_dir() and output.is_relative_to(path) else ()
+        if inside and not any(part.startswith((".", "_")) for part in inside):
+            raise InvalidParameterError(
+                f"{output} lies in the input {name}, and would be read as part of it when the command is given again: "
+                "give another output, or one whose name begins with _"
+            )
 
 
 def _find(name: str) -> list[Path]:

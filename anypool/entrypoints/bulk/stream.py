@@ -217,7 +217,9 @@ def _told(error: AnypoolError, where: str) -> AnypoolError:
 
 
 def _taken(column: Column, places: Sequence[int]) -> Column:
-    return [column[place] for place in places] if isinstance(column, list) else column.take(places)
+    if isinstance(column, list):
+        return [column[place] for place in places]
+    return column.take(np.array(places, np.int64))  # an empty list has no type
 
 
 def _result_columns(task: PoolingTask, results: Sequence[torch.Tensor]) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from anypool.config import EngineConfig
 from anypool.engine.prompt_options import PromptOptions
 from anypool.entrypoints.bulk.identity import engine_identity
 from anypool.entrypoints.bulk.job import Job, Output
-from anypool.entrypoints.bulk.sources import Files, find_files
+from anypool.entrypoints.bulk.report import Report
+from anypool.entrypoints.bulk.sources import Files, find_files, refuse_output_in_input
 from anypool.entrypoints.bulk.storing import Storing
 from anypool.entrypoints.bulk.stream import Work
 from anypool.entrypoints.llm import LLM
@@ -133,24 +134,38 @@ class _Plan:
 
 
 class _Actor:
-    """Runs whole partitions. One that an actor began and did not finish is gone on with by the next."""
+    """Runs whole partitions. One that an actor began and did not finish is gone on with by the next.
+
+    The model is loaded with the first, so that it counts where the process dies of that.
+    """
 
     def __init__(self, plan: _Plan) -> None:
         self.plan = plan
-        self.llm = LLM(plan.model, **{"use_tqdm_on_load": False, **plan.engine_args})
+        self._llm: LLM | None = None
 
     def __call__(self, batch: dict[str, NDArray[Any]]) -> dict[str, list[Any]]:
-        plan = self.plan
         [source], [output] = batch["source"], batch["output"]
-        target = Output(path=Path(output), ending=plan.ending, rows_per_part=plan.rows_per_part)
+        partition = Partition(Path(source), Path(output))
         row: dict[str, Any] = {"rows": 0, "errors": 0, "tokens": 0, "kind": "", "message": ""}
         try:
-            rows = Files([Path(source)], plan.field, plan.keep)
-            report = Job(rows, plan.work, plan.storing, target, plan.identity).run(lambda: nullcontext(self.llm))
-            row |= report.as_json()
+            partition.begin()
+            row |= self.run(partition).as_json()
         except AnypoolError as error:  # Ray would give it as a text among others
             row |= {"kind": type(error).__name__, "message": str(error)}
+        partition.begun.unlink(missing_ok=True)
         return {name: [value] for name, value in row.items()}
+
+    def run(self, partition: Partition) -> Report:
+        """Runs what is left of a partition."""
+        plan = self.plan
+        target = Output(path=partition.output, ending=plan.ending, rows_per_part=plan.rows_per_part)
+        rows = Files([partition.source], plan.field, plan.keep)
+        return Job(rows, plan.work, plan.storing, target, plan.identity).run(lambda: nullcontext(self._loaded()))
+
+    def _loaded(self) -> LLM:
+        if self._llm is None:
+            self._llm = LLM(self.plan.model, **{"use_tqdm_on_load": False, **self.plan.engine_args})
+        return self._llm
 
 
 def embed_dataset(
@@ -199,16 +214,18 @@ def embed_dataset(
         InvalidParameterError: Nothing to read, or the folder has the work of another job.
         InvalidRequestError: A row cannot be run, and `work` does not skip errors. Other files are kept.
         MissingDependencyError: Ray is not installed.
-        EngineError: An actor failed to start. Ray starts one that died anew, whatever it died of.
+        EngineError: Actors died of a file three times, one after the other, and none got any further with it.
     """
     EngineConfig.from_kwargs(model=model, **engine_args)  # checks them
     ray = import_ray()
     began, folder = time.monotonic(), Path(output)
     storing, work, ending = _storing(precision, calibration), work or Work(), f".{output_format}"
     given = [inputs] if isinstance(inputs, (str, os.PathLike)) else inputs
-    partitions = partitions_of(find_files([os.fspath(one) for one in given]), folder, ending)
+    names = [os.fspath(one) for one in given]
+    partitions = partitions_of(find_files(names), folder, ending)
     if any(one.output == one.source for one in partitions):
         raise InvalidParameterError(f"{folder} is the folder of the inputs: give another")
+    refuse_output_in_input(names, folder)
     Files([one.source for one in partitions], field, keep)  # checks that they can be read
     plan = _Plan(
         model=str(Path(model).resolve()) if Path(model).exists() else model,
